@@ -1,0 +1,87 @@
+"""The one table of ``FREETOKEN_*`` environment names.
+
+Every name is typed and documented here; ``docs/env.md`` is generated from this table. Nothing else in the package reads
+``os.environ``. Values are read when asked for, so a caller that must not change its path later (a captured graph, say)
+reads once and keeps the answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+KernelMode = Literal["off", "on", "check"]
+
+
+class EnvironmentValueError(ValueError):
+    """A ``FREETOKEN_*`` variable holds a value outside its documented set."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """One row of the table: ``name``, ``kind`` (``kernel``, ``bool``, ``int``, ``float`` or ``str``), default, meaning."""
+
+    name: str
+    kind: Literal["kernel", "bool", "int", "float", "str"]
+    default: str
+    help: str
+
+
+_KERNEL_HELP = "`1` fused kernel on CUDA and reference elsewhere, `0` reference, `check` both, compared on every call"
+
+TABLE: tuple[EnvVar, ...] = (
+    EnvVar("FREETOKEN_FUSED_NORM", "kernel", "1", f"RMSNorm with the residual add: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FUSED_ROPE", "kernel", "1", f"q/k norm, rotary embedding and KV write: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FUSED_SILU_MUL", "kernel", "1", f"SwiGLU activation: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_SMALL_GEMM", "kernel", "1", f"Dense products of few tokens: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
+    EnvVar(
+        "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."
+    ),
+    EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),
+)
+
+_ROWS = {row.name: row for row in TABLE}
+_BOOL = {"1": True, "true": True, "0": False, "false": False}
+_MODES: dict[str, KernelMode] = {"1": "on", "true": "on", "0": "off", "false": "off", "check": "check"}
+
+
+def raw(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """The text of ``name``, or its default. ``KeyError`` for a name that is not in the table."""
+    row = _ROWS[name]
+    value = (os.environ if environ is None else environ).get(name)
+    return row.default if value is None or value.strip() == "" else value.strip()
+
+
+def kernel_mode(name: str, environ: Mapping[str, str] | None = None) -> KernelMode:
+    """``on``, ``off`` or ``check`` for a kernel flag; :class:`EnvironmentValueError` for anything else."""
+    value = raw(name, environ)
+    try:
+        return _MODES[value.lower()]
+    except KeyError:
+        raise EnvironmentValueError(f"{name}={value!r}: use 1, 0 or check (true and false mean 1 and 0)") from None
+
+
+def get(name: str, environ: Mapping[str, str] | None = None) -> bool | int | float | str:
+    """The typed value of a name; :class:`EnvironmentValueError` when it does not parse."""
+    row, value = _ROWS[name], raw(name, environ)
+    if row.kind == "kernel":
+        return kernel_mode(name, environ)
+    try:
+        if row.kind == "bool":
+            return _BOOL[value.lower()]
+        return {"int": int, "float": float, "str": str}[row.kind](value)
+    except (KeyError, ValueError):
+        raise EnvironmentValueError(f"{name}={value!r}: not a valid {row.kind}") from None
+
+
+def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int | float | str]:
+    """Read every row, so that a bad value stops the start; also refuses ``FREETOKEN_*`` names that do not exist."""
+    source = os.environ if environ is None else environ
+    unknown = sorted(name for name in source if name.startswith("FREETOKEN_") and name not in _ROWS)
+    if unknown:
+        raise EnvironmentValueError(f"{unknown[0]} is not a freetoken setting; docs/env.md lists them all")
+    return {row.name: get(row.name, source) for row in TABLE}

@@ -1,0 +1,176 @@
+"""What the client asked for: validated once, immutable, the same object everywhere (torch-free)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from freetoken.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_N = 64
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request's sampling contract, in SGLang's names.
+
+    ``max_new_tokens`` ``None`` means up to the context length. ``temperature`` 0 is greedy (ties go to the lower id).
+    ``top_k`` -1 or 0 keeps the whole vocabulary. ``logprobs`` ``None`` returns none, 0 the chosen token's alone, k > 0
+    the k most likely beside it; ``prompt_logprobs`` likewise for the prompt. ``seed`` ``None`` lets the server choose.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def needs_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def __post_init__(self) -> None:
+        _integer("max_new_tokens", self.max_new_tokens, 1, None, optional=True)
+        _integer("min_new_tokens", self.min_new_tokens, 0, None)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise _bad(
+                "min_new_tokens", f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}"
+            )
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise _bad("top_p", "top_p must be above 0 and at most 1")
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        if self.repetition_penalty == 0.0:
+            raise _bad("repetition_penalty", "repetition_penalty must be above 0")
+        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _integer("n", self.n, 1, MAX_N)
+        _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, f"{name} must be a boolean")
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
+            raise _bad("stop", "stop must be a string or a list of strings")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _bad("stop", f"stop holds {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        if any(s == "" for s in self.stop):
+            raise _bad("stop", "stop strings must not be empty")
+        if any(len(s) > MAX_STOP_STRING_CHARS for s in self.stop):
+            raise _bad("stop", f"a stop string is longer than {MAX_STOP_STRING_CHARS} characters")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise _bad("stop_token_ids", "stop_token_ids must be a list of token ids")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _bad("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise _bad("logit_bias", "logit_bias must map token ids to numbers")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _bad(
+                "logit_bias", f"logit_bias holds {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+            )
+        for token, value in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", value, -100.0, 100.0)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise :class:`RequestError` when an id named here lies outside ``[0, vocab_size)``."""
+        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise _bad(name, f"{name} names token id {token}, but the vocabulary has {vocab_size} ids")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """Build from SGLang-style keys; lists become tuples, ``logit_bias`` keys may be decimal strings.
+
+        Raises :class:`RequestError` naming the first unknown or bad key.
+        """
+        known = dict(values)
+        for key in known:
+            if key not in cls.__struct_fields__:
+                raise RequestError(f"unknown sampling parameter {key!r}", param=key, code="unknown_parameter")
+        stop = known.get("stop", ())
+        known["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else _as_tuple("stop", stop)
+        ids = known.get("stop_token_ids", ())
+        known["stop_token_ids"] = () if ids is None else _as_tuple("stop_token_ids", ids)
+        if known.get("logit_bias") is not None:
+            known["logit_bias"] = _bias_keys(known["logit_bias"])
+        return cls(**known)
+
+
+def _bad(param: str, message: str) -> RequestError:
+    return RequestError(message, param=param)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise _bad(name, f"{name} must be a list")
+    return tuple(value)
+
+
+def _bias_keys(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _bad("logit_bias", "logit_bias must map token ids to numbers")
+    result: dict[int, float] = {}
+    for key, number in value.items():
+        if isinstance(key, str):
+            if not (key.isascii() and key.isdigit()):
+                raise _bad("logit_bias", f"logit_bias key {key[:40]!r} is not a token id")
+            key = int(key[:20])
+        result[key] = number
+    return result
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(name, f"{name} must be a number")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise _bad(name, f"{name} must lie between {low:g} and {high:g}, not {value!r}"[:200])
+
+
+def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _bad(name, f"{name} must be an integer")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise _bad(name, f"{name} must be {bounds}, not {value!r}"[:200])

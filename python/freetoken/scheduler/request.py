@@ -1,0 +1,120 @@
+"""Host data of the scheduler: one request, one step's batch, one step's result (torch-free)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from freetoken.messages import TokenLogprob
+from freetoken.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Life of a request. ``FINISHED`` is reached exactly once, with its terminal message."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Req:
+    """One sequence.
+
+    ``ids`` is the prompt and every output token already drained to the host. ``in_flight`` counts tokens sampled by steps
+    that were launched and not yet drained: their ids exist on the device alone. ``computed`` is the number of leading
+    tokens whose KV is written once all launched steps have run. ``pages`` hold positions ``[i * page_size, (i + 1) *
+    page_size)`` in order; the first ``shared_pages`` of them belong to the prefix cache. ``row`` is the request's row in
+    the runner's tables, -1 while it waits.
+    """
+
+    rid: str
+    ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    arrival: int = 0
+    arrival_time: float = 0.0
+    status: Status = Status.WAITING
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    shared_pages: int = 0
+    computed: int = 0
+    in_flight: int = 0
+    cached_tokens: int = 0
+    admitted: bool = False
+    aborted: bool = False
+    node: object = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    queue_seconds: float | None = None
+
+    @property
+    def total_len(self) -> int:
+        """Tokens that exist on the host or the device."""
+        return len(self.ids) + self.in_flight
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that exist on the host or the device."""
+        return self.total_len - self.prompt_len
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One request's part in one step: positions ``[start, start + length)``.
+
+    A decode slice (``decode=True``, ``length`` 1) takes its input id from the runner's last sampled id of ``req.row``; a
+    prefill slice takes ``req.ids[start : start + length]``. With ``sample`` the step draws the next token, whose index
+    among the request's outputs is ``out_index``. ``prompt_logprobs`` asks for the log-probabilities of the prompt tokens
+    at positions ``start + 1 .. start + length`` that lie inside the prompt.
+    """
+
+    req: Req
+    start: int
+    length: int
+    decode: bool
+    sample: bool
+    out_index: int = 0
+    prompt_logprobs: bool = False
+
+
+@dataclass
+class ScheduleBatch:
+    """One step: decode slices first, then prefill slices; ``new_rows`` are requests whose row was assigned for this step.
+
+    The runner reads ``req.row``, ``req.pages``, ``req.ids``, ``req.sampling``, ``req.stop_ids``, ``req.seed`` while it
+    launches and keeps no reference to them afterwards.
+    """
+
+    step: int
+    decodes: list[Slice]
+    prefills: list[Slice]
+    new_rows: list[Req] = field(default_factory=list)
+
+    @property
+    def slices(self) -> list[Slice]:
+        return [*self.decodes, *self.prefills]
+
+    @property
+    def sampled(self) -> list[Slice]:
+        """Slices that draw a token, in the order of :attr:`StepResult.ids`."""
+        return [s for s in self.slices if s.sample]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(s.length for s in self.prefills)
+
+
+@dataclass
+class StepResult:
+    """What a step produced, on the host.
+
+    ``ids[i]`` belongs to ``batch.sampled[i]``; ``logprobs[i]`` is ``None`` unless that request asked.
+    ``prompt_logprobs`` maps ``rid`` to the entries for positions ``start + 1 ..`` of its slice.
+    """
+
+    ids: list[int]
+    logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)

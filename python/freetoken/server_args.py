@@ -1,0 +1,403 @@
+"""The one table of command-line flags, and ``resolve()``: raw arguments + facts -> a frozen configuration (torch-free).
+
+Each field of :class:`ServerArgs` is a flag; its metadata is what argparse, ``docs/flags.md`` and ``Engine`` are made
+from. :func:`resolve` is pure: the same arguments, machine facts and model give the same :class:`Config`, and every value
+it derived carries its reason in ``Config.reasons``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from freetoken.errors import StartupError
+from freetoken.hardware import Facts
+from freetoken.models.config import ModelConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+
+
+def _flag(
+    default: Any, group: str, help: str, *, names: tuple[str, ...] = (), choices: tuple[str, ...] = (), kind: Any = None
+) -> Any:
+    metadata = {"group": group, "help": help, "names": names, "choices": choices, "kind": kind}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class ServerArgs:
+    """Raw arguments as given; ``None`` and ``auto`` are decided by :func:`resolve`."""
+
+    model_path: str | None = _flag(
+        None,
+        "model",
+        "Folder of safetensors or a .gguf file. Without it, the embedded SmolLM2-135M-Instruct.",
+        names=("--model-path", "--model"),
+        kind=str,
+    )
+    tokenizer_path: str | None = _flag(
+        None, "model", "Folder or tokenizer.json to use instead of the model's own tokenizer.", kind=str
+    )
+    load_format: str = _flag(
+        "auto",
+        "model",
+        "How weights are read; `dummy` makes random weights from a config alone.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    served_model_name: str | None = _flag(
+        None, "model", "Name in /v1/models and in requests; default: the folder's or file's name.", kind=str
+    )
+    dtype: str = _flag(
+        "auto",
+        "model",
+        "Type of weights and activations; auto: the checkpoint's on CUDA, float32 on the CPU.",
+        choices=DTYPES,
+    )
+    context_length: int | None = _flag(
+        None, "model", "Longest prompt plus output in tokens; default: the model's.", kind=int
+    )
+    json_model_override_args: str = _flag("{}", "model", "JSON object laid over the model's config.", kind=str)
+    chat_template: str | None = _flag(
+        None, "model", "Path of a Jinja chat template to use instead of the model's own.", kind=str
+    )
+    random_seed: int | None = _flag(
+        None, "model", "Seed for requests without one and for dummy weights; default: drawn at start.", kind=int
+    )
+
+    host: str = _flag("127.0.0.1", "http", "Address to listen on.")
+    port: int = _flag(30000, "http", "Port to listen on.", kind=int)
+    api_key: str | None = _flag(
+        None, "http", "Key clients must send as a bearer token; guards all but /health.", kind=str
+    )
+    max_request_bytes: int = _flag(
+        16 * 2**20, "http", "Largest request body in bytes; a larger one is a 413.", kind=int
+    )
+    stream_interval: int = _flag(1, "http", "Tokens between streamed events of one request.", kind=int)
+    enable_metrics: bool = _flag(True, "http", "Serve Prometheus metrics on /metrics.")
+    skip_server_warmup: bool = _flag(False, "http", "Report ready without a first request through the model.")
+    log_level: str = _flag(
+        "info", "http", "Least severe log level shown.", choices=("debug", "info", "warning", "error")
+    )
+    decode_log_interval: int = _flag(
+        40, "http", "Decode steps between two batch lines in the log; 0 for none.", kind=int
+    )
+
+    device: str = _flag(
+        "auto", "memory", "Where the model runs; auto: CUDA where a usable GPU is.", choices=("auto", "cpu", "cuda")
+    )
+    tp_size: int = _flag(
+        1, "memory", "GPUs to shard the model over; only 1 is served so far.", names=("--tp-size", "--tp"), kind=int
+    )
+    mem_fraction_static: float | None = _flag(
+        None, "memory", "Share of GPU memory for weights and KV cache together; default 0.88.", kind=float
+    )
+    kv_cache_dtype: str = _flag("auto", "memory", "Type of the KV cache; auto: that of the model.", choices=DTYPES)
+    max_total_tokens: int | None = _flag(None, "memory", "KV cache size in tokens; default: what fits.", kind=int)
+    page_size: int = _flag(16, "memory", "Tokens a KV page; a power of two from 1 to 256.", kind=int)
+
+    max_running_requests: int | None = _flag(
+        None, "scheduling", "Requests decoded at once; default 256 on CUDA, 32 on the CPU.", kind=int
+    )
+    max_queued_requests: int = _flag(
+        1024, "scheduling", "Requests waiting at most; more are a 503 with Retry-After.", kind=int
+    )
+    max_queued_tokens: int | None = _flag(
+        None, "scheduling", "Prompt tokens waiting at most; default: sixteen contexts, at least 2,097,152.", kind=int
+    )
+    chunked_prefill_size: int | None = _flag(
+        None,
+        "scheduling",
+        "Tokens of one step while streams are running (decodes included); default 2048 on CUDA, 256 on the CPU.",
+        kind=int,
+    )
+    max_prefill_tokens: int | None = _flag(
+        None,
+        "scheduling",
+        "Tokens of one step while no stream is running; default 8192 on CUDA, 1024 on the CPU.",
+        kind=int,
+    )
+    schedule_policy: str = _flag(
+        "fcfs", "scheduling", "Order of the queue: first come, or longest prefix match.", choices=("fcfs", "lpm")
+    )
+    disable_radix_cache: bool = _flag(False, "scheduling", "Do not reuse the KV of shared prefixes.")
+    disable_overlap_schedule: bool = _flag(False, "scheduling", "Plan a step only after the one before has ended.")
+
+    attention_backend: str = _flag(
+        "auto",
+        "kernels",
+        "Attention implementation; auto: triton on CUDA, torch elsewhere.",
+        choices=ATTENTION_BACKENDS,
+    )
+    disable_cuda_graph: bool = _flag(False, "kernels", "Run decode steps eagerly.")
+    cuda_graph_max_bs: int | None = _flag(
+        None, "kernels", "Largest captured decode batch; default: up to 256 and max-running-requests.", kind=int
+    )
+    cuda_graph_bs: list[int] = _flag(
+        [], "kernels", "Captured decode batch sizes; default 1, 2, 4, 8, then every 8.", kind=int
+    )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ServerArgs:
+        """From keyword arguments (``Engine``); :class:`StartupError` names an unknown one."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in names:
+                raise StartupError(f"unknown argument {key!r}; docs/flags.md lists them all")
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
+
+    ``max_total_tokens`` stays ``None`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
+    eagerly. ``sample_vocab`` is the number of ids
+    that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
+    that says why.
+    """
+
+    model_path: str
+    tokenizer_path: str | None
+    load_format: str
+    served_model_name: str
+    dtype: str
+    context_length: int
+    chat_template: str | None
+    random_seed: int
+    host: str
+    port: int
+    api_key: str | None
+    max_request_bytes: int
+    stream_interval: int
+    enable_metrics: bool
+    skip_server_warmup: bool
+    log_level: str
+    decode_log_interval: int
+    device: str
+    tp_size: int
+    mem_fraction_static: float
+    kv_cache_dtype: str
+    max_total_tokens: int | None
+    page_size: int
+    max_running_requests: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    schedule_policy: str
+    radix_cache: bool
+    overlap: bool
+    attention_backend: str
+    cuda_graph_bs: tuple[int, ...]
+    model: ModelConfig
+    sample_vocab: int
+    reasons: dict[str, str]
+
+    def public(self) -> dict[str, Any]:
+        """JSON-ready values for ``/get_server_info``, without the key."""
+        values = dataclasses.asdict(self)
+        values["api_key"] = "set" if self.api_key else None
+        return values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command-line parser made from the table."""
+    result = argparse.ArgumentParser(
+        prog="python -m freetoken.launch_server", description="Serve a language model over HTTP."
+    )
+    groups: dict[str, Any] = {}
+    for row in dataclasses.fields(ServerArgs):
+        meta = row.metadata
+        group = groups.setdefault(meta["group"], result.add_argument_group(meta["group"]))
+        names = meta["names"] or ("--" + row.name.replace("_", "-"),)
+        if row.type == "bool":
+            action = argparse.BooleanOptionalAction if row.default is True else "store_true"
+            group.add_argument(*names, dest=row.name, default=row.default, action=action, help=meta["help"])
+            continue
+        extra: dict[str, Any] = {"type": meta["kind"] or str, "help": meta["help"]}
+        if meta["choices"]:
+            extra["choices"] = meta["choices"]
+        if row.default is dataclasses.MISSING:
+            group.add_argument(*names, dest=row.name, default=[], nargs="+", **extra)
+        else:
+            group.add_argument(*names, dest=row.name, default=row.default, **extra)
+    return result
+
+
+def parse(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Parse a command line; argparse prints its own message and exits 2 on a bad one."""
+    return ServerArgs(**vars(parser().parse_args(argv)))
+
+
+def graph_buckets(largest: int) -> tuple[int, ...]:
+    """Decode batch sizes to capture up to ``largest``: 1, 2, 4, then every 8, and ``largest`` itself."""
+    sizes = [size for size in (1, 2, 4) if size <= largest] + list(range(8, largest + 1, 8))
+    return tuple(sorted({*sizes, largest}))
+
+
+def model_overrides(args: ServerArgs) -> dict[str, Any]:
+    """The object of ``--json-model-override-args``; :class:`StartupError` when it is not one."""
+    try:
+        values = json.loads(args.json_model_override_args)
+    except json.JSONDecodeError as error:
+        raise StartupError(f"--json-model-override-args is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise StartupError("--json-model-override-args must be a JSON object")
+    return values
+
+
+class _Resolver:
+    """Collects derived values together with their reasons."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
+        self.reasons: dict[str, str] = {}
+
+    def pick(self, name: str, given: Any, derived: Any, why: str) -> Any:
+        if given is not None and given != "auto":
+            return given
+        self.reasons[name] = why
+        return derived
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise StartupError(f"--{name.replace('_', '-')} must be {bounds}, not {value:g}")
+
+
+def _check_values(args: ServerArgs) -> None:
+    for row in dataclasses.fields(args):
+        choices, value = row.metadata["choices"], getattr(args, row.name)
+        if choices and value not in choices:
+            raise StartupError(f"--{row.name.replace('_', '-')} must be one of {', '.join(choices)}, not {value!r}")
+    _check_range("port", args.port, 0, 65535)
+    for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size"):
+        _check_range(name, getattr(args, name), 1, None)
+    _check_range("decode_log_interval", args.decode_log_interval, 0, None)
+    for name in (
+        "context_length",
+        "max_total_tokens",
+        "max_running_requests",
+        "max_queued_tokens",
+        "chunked_prefill_size",
+        "max_prefill_tokens",
+        "cuda_graph_max_bs",
+    ):
+        if getattr(args, name) is not None:
+            _check_range(name, getattr(args, name), 1, None)
+    if args.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        raise StartupError(f"--page-size must be a power of two from 1 to 256, not {args.page_size}")
+    if args.mem_fraction_static is not None and not 0.05 <= args.mem_fraction_static <= 0.98:
+        raise StartupError(f"--mem-fraction-static must be from 0.05 to 0.98, not {args.mem_fraction_static:g}")
+    for size in args.cuda_graph_bs:
+        _check_range("cuda_graph_bs", size, 1, 4096)
+    if args.tp_size != 1:
+        raise StartupError(f"--tp-size {args.tp_size}: only 1 is served so far")
+
+
+def resolve(
+    args: ServerArgs, facts: Facts, model: ModelConfig, *, model_path: str, seed: int, tokenizer_size: int | None = None
+) -> Config:
+    """Decide every ``auto``.
+
+    ``facts`` describes the machine, ``model`` the checkpoint, ``model_path`` where it lies, ``seed`` is used when
+    ``--random-seed`` was not given, ``tokenizer_size`` is the number of ids the tokenizer knows. Raises :class:`StartupError` for a value out of range or a combination that cannot
+    work.
+    """
+    _check_values(args)
+    r = _Resolver(args)
+    device = r.pick("device", args.device, "cuda" if facts.usable_gpu else "cpu", facts.device_reason)
+    if device == "cuda" and not facts.usable_gpu:
+        raise StartupError(f"--device cuda: {facts.device_reason}")
+    cuda = device == "cuda"
+    dtype = r.pick(
+        "dtype",
+        args.dtype,
+        model.dtype if cuda else "float32",
+        f"the checkpoint says {model.dtype}" if cuda else "fastest exact type on the CPU",
+    )
+    backend = r.pick("attention_backend", args.attention_backend, "triton" if cuda else "torch", f"default on {device}")
+    if backend != "torch" and not cuda:
+        raise StartupError(f"--attention-backend {backend} needs CUDA; use torch on the CPU")
+    context = r.pick(
+        "context_length", args.context_length, model.max_position_embeddings, "the checkpoint's max_position_embeddings"
+    )
+    if context > model.max_position_embeddings:
+        raise StartupError(
+            f"--context-length {context} is above the model's {model.max_position_embeddings}; raise max_position_embeddings with --json-model-override-args if you mean it"
+        )
+    running = r.pick("max_running_requests", args.max_running_requests, 256 if cuda else 32, f"default on {device}")
+    chunk = r.pick("chunked_prefill_size", args.chunked_prefill_size, 2048 if cuda else 256, f"default on {device}")
+    prefill = r.pick(
+        "max_prefill_tokens", args.max_prefill_tokens, max(chunk, 8192 if cuda else 1024), f"default on {device}"
+    )
+    overlap = cuda and not args.disable_overlap_schedule
+    if not cuda:
+        r.reasons["overlap"] = "the CPU runs a step while it is launched, so there is nothing to overlap"
+    graphs = _graph_sizes(args, cuda, running, r)
+    return Config(
+        model_path=model_path,
+        tokenizer_path=args.tokenizer_path,
+        load_format=args.load_format,
+        served_model_name=args.served_model_name or model.name,
+        dtype=dtype,
+        context_length=context,
+        chat_template=args.chat_template,
+        random_seed=r.pick("random_seed", args.random_seed, seed, "drawn at start"),
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        max_request_bytes=args.max_request_bytes,
+        stream_interval=args.stream_interval,
+        enable_metrics=args.enable_metrics,
+        skip_server_warmup=args.skip_server_warmup,
+        log_level=args.log_level,
+        decode_log_interval=args.decode_log_interval,
+        device=device,
+        tp_size=args.tp_size,
+        mem_fraction_static=r.pick(
+            "mem_fraction_static", args.mem_fraction_static, 0.88 if cuda else 0.5, f"default on {device}"
+        ),
+        kv_cache_dtype=r.pick("kv_cache_dtype", args.kv_cache_dtype, dtype, "the model's type"),
+        max_total_tokens=args.max_total_tokens,
+        page_size=args.page_size,
+        max_running_requests=running,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=r.pick(
+            "max_queued_tokens",
+            args.max_queued_tokens,
+            max(16 * context, 2**21),
+            "sixteen contexts, at least 2,097,152",
+        ),
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=max(prefill, chunk),
+        schedule_policy=args.schedule_policy,
+        radix_cache=not args.disable_radix_cache,
+        overlap=overlap,
+        attention_backend=backend,
+        cuda_graph_bs=graphs,
+        model=model,
+        sample_vocab=min(model.vocab_size, tokenizer_size or model.vocab_size),
+        reasons=r.reasons,
+    )
+
+
+def _graph_sizes(args: ServerArgs, cuda: bool, running: int, r: _Resolver) -> tuple[int, ...]:
+    if not cuda or args.disable_cuda_graph:
+        r.reasons["cuda_graph_bs"] = "--disable-cuda-graph" if cuda else "no CUDA graphs on the CPU"
+        return ()
+    if args.cuda_graph_bs:
+        return tuple(sorted(set(args.cuda_graph_bs)))
+    largest = r.pick(
+        "cuda_graph_max_bs", args.cuda_graph_max_bs, min(256, running), "up to 256 and max-running-requests"
+    )
+    r.reasons["cuda_graph_bs"] = f"1, 2, 4, then every 8 up to {largest}"
+    return graph_buckets(largest)

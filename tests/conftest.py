@@ -1,0 +1,31 @@
+"""Shared set-up: kernels run in Triton's interpreter where there is no GPU; tests that need one are skipped."""
+
+from __future__ import annotations
+
+import os
+
+from freetoken import hardware
+
+HAS_GPU = hardware.probe().usable_gpu
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="no NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
