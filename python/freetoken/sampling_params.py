@@ -135,6 +135,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             known["logit_bias"] = _bias_keys(known["logit_bias"])
         return cls(**known)
 
+    @classmethod
+    def from_sglang(cls, values: dict[str, Any], defaults: dict[str, float]) -> SamplingParams:
+        """As :meth:`from_dict`, over the checkpoint's ``defaults`` and with SGLang's ``return_logprob`` and
+        ``top_logprobs_num`` (which become ``logprobs``).
+        """
+        if not isinstance(values, dict):
+            raise _bad("sampling_params", "sampling_params must be an object")
+        merged = {**defaults, **values}
+        wanted, top = merged.pop("return_logprob", None), merged.pop("top_logprobs_num", None)
+        if wanted is not None and not isinstance(wanted, bool):
+            raise _bad("return_logprob", "return_logprob must be a boolean")
+        _integer("top_logprobs_num", top, 0, MAX_TOP_LOGPROBS, optional=True)
+        if wanted:
+            merged.setdefault("logprobs", top or 0)
+        return cls.from_dict(merged)
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """The parameters of choice ``index`` of ``n``: one sequence, with a seed of its own where a seed was given."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else _wrap_seed(self.seed + index)
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+
+def _wrap_seed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
 
 def _bad(param: str, message: str) -> RequestError:
     return RequestError(message, param=param)

@@ -1,0 +1,234 @@
+"""``Engine``: the offline API over the same scheduler, in the calling process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from freetoken.errors import FreetokenError, RequestError
+from freetoken.messages import AddRequest, Finish, RequestOutput, TokenLogprob
+from freetoken.sampling_params import SamplingParams
+from freetoken.server.detokenizer import OutputText
+from freetoken.server_args import ServerArgs
+from freetoken.startup import prepare
+
+
+@dataclass
+class _Live:
+    """One sequence being generated."""
+
+    rid: str
+    params: SamplingParams
+    text: OutputText
+    prompt_tokens: int
+    ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    finish: dict[str, Any] | None = None
+    error: RequestError | None = None
+    updated: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+class Engine:
+    """Generate text without HTTP.
+
+    ``model_path`` is a folder of safetensors or a ``.gguf`` file (``None``: the embedded demo model); further keywords
+    are the server's flags (``docs/flags.md``) with underscores. Raises
+    :class:`~freetoken.errors.StartupError` when the model cannot be started. Safe to use from several threads; use it as a
+    context manager or call :meth:`shutdown` to free the memory.
+    """
+
+    def __init__(self, model_path: str | None = None, *, device: str = "auto", dtype: str = "auto", **server_args: Any):
+        from freetoken.runner.model_runner import ModelRunner
+        from freetoken.scheduler.scheduler import Scheduler
+
+        args = ServerArgs.from_dict({"model_path": model_path, "device": device, "dtype": dtype, **server_args})
+        prepared = prepare(args)
+        self.config = prepared.config
+        self.tokenizer = prepared.tokenizer
+        self._runner: Any = ModelRunner(self.config)
+        self._scheduler: Any = Scheduler(self.config, self._runner, check_invariants=False)
+        self._live: dict[str, _Live] = {}
+        self._counter = itertools.count()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Abort what runs and free the model. Calling it twice does nothing."""
+        with self._lock:
+            if self._scheduler is None:
+                return
+            self._scheduler.abort(None)
+            while self._scheduler.has_work:
+                self._scheduler.step()
+            self._scheduler = self._runner = None
+        if self.config.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+    ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
+        """Generate for one prompt or a list of them.
+
+        Give ``prompt`` (text) or ``input_ids`` (token ids), and one dictionary of sampling parameters for all or a list
+        with one for each. Returns ``{"text", "output_ids", "meta_info"}`` for a single prompt with ``n`` 1, else a list of
+        them in order; with ``stream`` an iterator of such dictionaries with the text so far and, for more than one
+        sequence, the ``index`` of the one that grew. Raises :class:`~freetoken.errors.RequestError` for a bad request.
+        """
+        single, lives = self._submit(prompt, sampling_params, input_ids)
+        if stream:
+            return self._stream(lives, single)
+        try:
+            while not all(live.done for live in lives):
+                self._step()
+            results = [self._result(live) for live in lives]
+        finally:
+            self._forget(lives)
+        return results[0] if single else results
+
+    def _submit(self, prompt: Any, sampling_params: Any, input_ids: Any) -> tuple[bool, list[_Live]]:
+        if (prompt is None) == (input_ids is None):
+            raise RequestError("give either prompt or input_ids", param="prompt")
+        if prompt is not None:
+            single = isinstance(prompt, str)
+            texts = [prompt] if single else list(prompt)
+            if not all(isinstance(text, str) for text in texts):
+                raise RequestError("prompt must be a string or a list of strings", param="prompt")
+            prompts = [self.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        else:
+            single = bool(input_ids) and not isinstance(input_ids[0], Sequence)
+            prompts = [list(input_ids)] if single or not input_ids else [list(ids) for ids in input_ids]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for ids in prompts for i in ids):
+                raise RequestError("input_ids must be a list of integers or a list of such lists", param="input_ids")
+        params = self._params(sampling_params, len(prompts))
+        requests = [(ids, p, i) for ids, p in zip(prompts, params) for i in range(p.n)]
+        with self._lock:
+            if self._scheduler is None:
+                raise FreetokenError("this engine has been shut down")
+            lives = [self._add(ids, p, choice) for ids, p, choice in requests]
+        return single and len(lives) == 1, lives
+
+    def _params(self, given: Any, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, dict):
+            return [SamplingParams.from_sglang(given or {}, self.config.model.sampling_defaults)] * count
+        values = list(given)
+        if len(values) != count:
+            raise RequestError(f"{len(values)} sampling_params for {count} prompts", param="sampling_params")
+        return [SamplingParams.from_sglang(value, self.config.model.sampling_defaults) for value in values]
+
+    def _add(self, ids: list[int], params: SamplingParams, choice: int) -> _Live:
+        params.check_vocabulary(self.config.model.vocab_size)
+        live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids))
+        self._live[live.rid] = live
+        self._dispatch(self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice))))
+        return live
+
+    def _step(self) -> None:
+        with self._lock:
+            if self._scheduler is None:
+                raise FreetokenError("this engine has been shut down")
+            if self._scheduler.has_work:
+                self._dispatch(self._scheduler.step())
+
+    def _dispatch(self, outputs: list[RequestOutput] | None) -> None:
+        for output in outputs or ():
+            live = self._live.get(output.rid)
+            if live is not None and not live.done:
+                self._receive(live, output)
+
+    def _receive(self, live: _Live, output: RequestOutput) -> None:
+        live.updated = True
+        live.ids.extend(output.ids)
+        live.logprobs.extend(output.logprobs or ())
+        live.prompt_logprobs = output.prompt_logprobs or live.prompt_logprobs
+        live.cached_tokens = output.cached_tokens
+        finish = output.finish
+        shown = output.ids[:-1] if finish is not None and finish.kind == "stop" else output.ids
+        text, matched = live.text.push(shown)
+        live.pieces.append(text)
+        if matched is not None:
+            live.finish = {"type": "stop", "matched": matched}
+            if finish is None:
+                self._scheduler.abort(live.rid)
+        elif finish is not None:
+            live.pieces.append(live.text.flush())
+            self._finish(live, finish)
+
+    def _finish(self, live: _Live, finish: Finish) -> None:
+        if finish.kind == "error":
+            live.error = RequestError(
+                finish.message or "failed", param=finish.param, code=finish.code, status=finish.status
+            )
+        elif finish.kind == "stop":
+            live.finish = {"type": "stop", "matched": finish.matched}
+        elif finish.kind == "length":
+            live.finish = {"type": "length", "length": len(live.ids)}
+        else:
+            live.finish = {"type": finish.kind}
+
+    def _result(self, live: _Live) -> dict[str, Any]:
+        if live.error is not None:
+            raise live.error
+        meta: dict[str, Any] = {
+            "id": live.rid,
+            "prompt_tokens": live.prompt_tokens,
+            "completion_tokens": len(live.ids),
+            "cached_tokens": live.cached_tokens,
+            "finish_reason": live.finish,
+        }
+        if live.params.logprobs is not None:
+            meta["output_token_logprobs"] = [self._triple(e.logprob, e.id) for e in live.logprobs]
+            meta["output_top_logprobs"] = [self._alternatives(e) for e in live.logprobs]
+        if live.prompt_logprobs is not None:
+            meta["input_token_logprobs"] = [self._triple(e.logprob, e.id) for e in live.prompt_logprobs]
+            meta["input_top_logprobs"] = [self._alternatives(e) for e in live.prompt_logprobs]
+        return {"text": "".join(live.pieces), "output_ids": list(live.ids), "meta_info": meta}
+
+    def _triple(self, logprob: float | None, token: int) -> tuple[float | None, int, str]:
+        return logprob, token, self.tokenizer.token_text(token)
+
+    def _alternatives(self, entry: TokenLogprob) -> list[tuple[float | None, int, str]]:
+        return [self._triple(value, token) for token, value in zip(entry.top_ids, entry.top_logprobs)]
+
+    def _stream(self, lives: list[_Live], single: bool) -> Iterator[dict[str, Any]]:
+        open_lives = dict(enumerate(lives))
+        try:
+            while open_lives:
+                for index, live in list(open_lives.items()):
+                    if live.updated:
+                        live.updated = False
+                        if live.done:
+                            del open_lives[index]
+                        result = self._result(live)
+                        yield result if single else {**result, "index": index}
+                if open_lives and not any(live.updated for live in open_lives.values()):
+                    self._step()
+        finally:
+            self._forget(lives)
+
+    def _forget(self, lives: list[_Live]) -> None:
+        with self._lock:
+            for live in lives:
+                self._live.pop(live.rid, None)
+                if not live.done and self._scheduler is not None:
+                    self._scheduler.abort(live.rid)

@@ -1,0 +1,387 @@
+"""Loads a model, sizes memory, and turns one ``ScheduleBatch`` after another into sampled ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from freetoken import environ
+from freetoken.errors import StartupError
+from freetoken.models.registry import build_model
+from freetoken.runner.attention import build_attention
+from freetoken.runner.cuda_graph import CapturePrimitive, CudaGraphCapture, DecodeGraphs, RerunCapture
+from freetoken.runner.forward_batch import ForwardBatch
+from freetoken.runner.kv_pool import KVPool
+from freetoken.runner.memory import MemoryPlan, gib, plan_memory, step_bytes
+from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
+from freetoken.runner.staging import HostRing, Layout
+from freetoken.scheduler.request import ScheduleBatch, Slice, StepResult
+from freetoken.server_args import Config
+
+Progress = Callable[[str, int, int, str], None]
+# Rows of prompt logits computed at once: bounds the memory of prompt log-probabilities, not their number.
+PROMPT_LOGPROB_ROWS = 256
+# Without this cap a CPU server would take half of the machine's memory for a small model.
+CPU_CONTEXTS = 8
+
+
+# One chunk of prompt log-probabilities: request id, positions, alternatives a position, tensors.
+_PromptPiece = tuple[str, int, int, list[torch.Tensor]]
+
+
+@dataclass
+class _Pending:
+    """A launched step: where its host copies land and the event that says they have."""
+
+    ids: np.ndarray
+    plan: SamplePlan
+    logprobs: list[torch.Tensor]
+    prompts: list[_PromptPiece]
+    event: torch.cuda.Event | None
+
+
+def _quiet(phase: str, done: int, total: int, unit: str) -> None:
+    """Progress nobody listens to."""
+
+
+class ModelRunner:
+    """Model, KV pool, graphs and sampler of one GPU (or the CPU).
+
+    ``launch`` enqueues a step and returns at once on CUDA; ``collect`` waits for its ids. Steps run in launch order, and
+    step N + 1 may be launched before step N is collected: its decode inputs are the ids that step N leaves on the device.
+    """
+
+    def __init__(
+        self, config: Config, progress: Progress | None = None, *, capture: CapturePrimitive | None = None
+    ) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.cuda = self.device.type == "cuda"
+        self.page_size = config.page_size
+        self.max_rows = config.max_running_requests
+        self._progress = progress or _quiet
+        threads = environ.get("FREETOKEN_NUM_THREADS")
+        if threads:
+            torch.set_num_threads(int(threads))
+        with torch.inference_mode():
+            self._start(capture)
+
+    def _start(self, capture: CapturePrimitive | None) -> None:
+        config = self.config
+        self.dtype = getattr(torch, config.dtype)
+        started = time.monotonic()
+        self.model = build_model(
+            config.model, dtype=self.dtype, device=self.device, max_positions=config.context_length
+        )
+        self._load_weights()
+        self._load_seconds = time.monotonic() - started
+        self.max_pages = -(-config.context_length // self.page_size)
+        self.memory = self._plan_memory()
+        self.num_pages = self.memory.num_pages
+        model = config.model
+        self.kv = KVPool(
+            num_layers=model.num_layers,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=getattr(torch, config.kv_cache_dtype),
+            device=self.device,
+        )
+        self.page_table = torch.zeros((self.max_rows + 1, self.max_pages), dtype=torch.int32, device=self.device)
+        self._table_flat = self.page_table.view(-1)
+        self._last_ids = torch.zeros(self.max_rows + 1, dtype=torch.int64, device=self.device)
+        self._uploaded_pages = [0] * self.max_rows
+        self._ring = HostRing(self.device)
+        self._results = HostRing(self.device)
+        self.attention = build_attention(
+            config.attention_backend,
+            num_heads=model.num_heads,
+            kv=self.kv,
+            max_rows=self.max_rows,
+            max_pages=self.max_pages,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        self.sampler = Sampler(
+            max_rows=self.max_rows,
+            vocab_size=model.vocab_size,
+            sample_vocab=config.sample_vocab,
+            device=self.device,
+            default_seed=config.random_seed,
+        )
+        self.graphs = self._capture_graphs(capture)
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _load_weights(self) -> None:
+        config = self.config
+        if config.load_format == "dummy":
+            self._progress("making random weights", 0, self.model.weight_bytes, "bytes")
+            self.model.random_weights(config.random_seed)
+        else:
+            from freetoken.loader.checkpoint import open_checkpoint
+            from freetoken.loader.stream import stream_tensors
+
+            checkpoint = open_checkpoint(config.model_path, config.load_format, {})
+            report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
+            self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _plan_memory(self) -> MemoryPlan:
+        config = self.config
+        if self.cuda:
+            free, total = torch.cuda.mem_get_info()
+            cap = None
+        else:
+            memory = psutil.virtual_memory()
+            total, free = memory.total, memory.available
+            cap = min(CPU_CONTEXTS, self.max_rows) * config.context_length
+        return plan_memory(
+            config.model,
+            kv_dtype=config.kv_cache_dtype,
+            page_size=self.page_size,
+            context_length=config.context_length,
+            max_total_tokens=config.max_total_tokens,
+            total_bytes=total,
+            free_bytes=free,
+            fraction=config.mem_fraction_static,
+            weight_bytes=self.model.weight_bytes,
+            step_bytes=step_bytes(
+                config.model,
+                dtype=config.dtype,
+                prefill_tokens=config.max_prefill_tokens,
+                rows=self.max_rows,
+                page_table_entries=(self.max_rows + 1) * self.max_pages,
+            ),
+            cap_tokens=min(cap, self.max_rows * config.context_length)
+            if cap
+            else self.max_rows * config.context_length,
+        )
+
+    def _capture_graphs(self, capture: CapturePrimitive | None) -> DecodeGraphs | None:
+        buckets = [size for size in self.config.cuda_graph_bs if size <= self.max_rows]
+        if not buckets:
+            return None
+        if capture is None:
+            capture = CudaGraphCapture() if self.cuda else RerunCapture()
+        try:
+            return DecodeGraphs(
+                buckets,
+                run=self._decode_logits,
+                replan=self.attention.replan,
+                capture=capture,
+                ring=self._ring,
+                page_table=self.page_table,
+                page_size=self.page_size,
+                progress=lambda done, total: self._progress("capturing decode graphs", done, total, "graphs"),
+            )
+        except torch.cuda.OutOfMemoryError:
+            raise StartupError(
+                "out of GPU memory while capturing decode graphs; lower --mem-fraction-static or --cuda-graph-max-bs"
+            ) from None
+
+    def _decode_logits(self, fb: ForwardBatch) -> torch.Tensor:
+        torch.index_select(self._last_ids, 0, fb.rows, out=fb.input_ids)
+        return self.model.logits(self.model.forward(fb, self.kv, self.attention))
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduleBatch) -> _Pending:
+        """Enqueue one step. Every page the step writes must be in ``req.pages`` already."""
+        for req in batch.new_rows:
+            self._uploaded_pages[req.row] = 0
+        self.sampler.register(batch.new_rows)
+        prompts: list[_PromptPiece] = []
+        if not batch.prefills and self.graphs is not None and self.graphs.bucket(len(batch.decodes)) is not None:
+            sampled = batch.decodes
+            logits, rows = self._replay(sampled)
+        else:
+            sampled = batch.sampled
+            logits, rows, prompts = self._eager(batch, sampled)
+            if not batch.prefills and self.graphs is not None:
+                self.graphs.misses += 1
+        plan = self.sampler.plan(batch)
+        out = self.sampler.sample(logits, plan) if sampled else None
+        if out is not None:
+            self._last_ids.index_copy_(0, rows, out.ids)
+        return self._copy_back(plan, out, prompts)
+
+    def _replay(self, decodes: list[Slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.graphs is not None
+        self._update_page_table(decodes)
+        count, size = len(decodes), self.page_size
+        rows = np.fromiter((s.req.row for s in decodes), np.int64, count)
+        positions = np.fromiter((s.start for s in decodes), np.int64, count)
+        pages = np.fromiter((s.req.pages[s.start // size] for s in decodes), np.int64, count)
+        lengths = (positions + 1).astype(np.int32)
+        return self.graphs.replay(rows, positions, pages * size + positions % size, lengths)
+
+    def _eager(
+        self, batch: ScheduleBatch, sampled: list[Slice]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[_PromptPiece]]:
+        self._update_page_table(batch.slices)
+        fb, sampled_rows = self._forward_batch(batch)
+        self.attention.plan(fb)
+        hidden = self.model.forward(fb, self.kv, self.attention)
+        prompts = self._prompt_logprobs(batch, hidden)
+        rows = hidden if len(sampled) == fb.num_tokens else hidden.index_select(0, fb.sample_index)
+        return self.model.logits(rows), sampled_rows, prompts
+
+    def _update_page_table(self, slices: list[Slice]) -> None:
+        """Send the pages that requests gained since their rows were last uploaded."""
+        indices: list[np.ndarray] = []
+        values: list[int] = []
+        for s in slices:
+            req = s.req
+            known, count = self._uploaded_pages[req.row], len(req.pages)
+            if known < count:
+                indices.append(np.arange(known, count) + req.row * self.max_pages)
+                values.extend(req.pages[known:])
+                self._uploaded_pages[req.row] = count
+        if not values:
+            return
+        layout = Layout.of([(len(values), np.int64), (len(values), np.int32)])
+        where, pages = self._ring.upload(layout, [np.concatenate(indices), np.array(values, dtype=np.int32)])
+        self._table_flat.index_copy_(0, where, pages)
+
+    def _forward_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, torch.Tensor]:
+        """The device batch, and the rows its sampled ids belong to."""
+        slices = batch.slices
+        decodes, prefills = len(batch.decodes), batch.prefills
+        ids: list[int] = [0] * decodes
+        for s in prefills:
+            ids.extend(s.req.ids[s.start : s.start + s.length])
+        q_lens = np.fromiter((s.length for s in slices), np.int64, len(slices))
+        ends = np.fromiter((s.start + s.length for s in slices), np.int64, len(slices))
+        rows = np.fromiter((s.req.row for s in slices), np.int64, len(slices))
+        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in slices])
+        slots = np.concatenate([self._slots(s) for s in slices])
+        lasts = np.cumsum(q_lens) - 1
+        drawn = np.fromiter((s.sample for s in slices), bool, len(slices))
+        starts = np.concatenate(([0], np.cumsum(q_lens[decodes:]))).astype(np.int32)
+        arrays = [np.array(ids, dtype=np.int64), positions, slots, rows, lasts[drawn], rows[drawn]]
+        arrays += [ends.astype(np.int32), starts]
+        layout = Layout.of([(len(a), a.dtype.type) for a in arrays])
+        input_ids, pos, out_slots, row_ids, sample_index, sampled_rows, seq_lens, q_starts = self._ring.upload(
+            layout, arrays
+        )
+        if decodes:
+            torch.index_select(self._last_ids, 0, row_ids[:decodes], out=input_ids[:decodes])
+        fb = ForwardBatch(
+            num_decodes=decodes,
+            num_prefills=len(prefills),
+            input_ids=input_ids,
+            positions=pos,
+            out_slots=out_slots,
+            rows=row_ids,
+            seq_lens=seq_lens,
+            q_starts=q_starts,
+            sample_index=sample_index,
+            page_table=self.page_table,
+            max_q_len=int(q_lens[decodes:].max()) if prefills else 0,
+            max_seq_len=int(ends[decodes:].max()) if prefills else 0,
+            decode_max_seq_len=int(ends[:decodes].max()) if decodes else 0,
+            seq_lens_host=tuple(ends.tolist()),
+            q_lens_host=tuple(q_lens.tolist()),
+        )
+        return fb, sampled_rows
+
+    def _slots(self, s: Slice) -> np.ndarray:
+        size = self.page_size
+        first, last = s.start // size, (s.start + s.length - 1) // size
+        pages = np.array(s.req.pages[first : last + 1], dtype=np.int64)
+        positions = np.arange(s.start, s.start + s.length)
+        return pages[positions // size - first] * size + positions % size
+
+    def _prompt_logprobs(self, batch: ScheduleBatch, hidden: torch.Tensor) -> list[_PromptPiece]:
+        pieces: list[_PromptPiece] = []
+        offset = len(batch.decodes)
+        for s in batch.prefills:
+            count = min(s.length, s.req.prompt_len - 1 - s.start) if s.prompt_logprobs else 0
+            top = s.req.sampling.prompt_logprobs or 0
+            for done in range(0, max(count, 0), PROMPT_LOGPROB_ROWS):
+                size = min(PROMPT_LOGPROB_ROWS, count - done)
+                first = s.start + done + 1
+                target_ids = np.array(s.req.ids[first : first + size], dtype=np.int64)
+                (targets,) = self._ring.upload(Layout.of([(size, np.int64)]), [target_ids])
+                logits = self.model.logits(hidden[offset + done : offset + done + size])
+                pieces.append((s.req.rid, size, top, self.sampler.prompt_logprobs(logits, targets, top)))
+            offset += s.length
+        return pieces
+
+    def _copy_back(
+        self,
+        plan: SamplePlan,
+        out: SampleOutput | None,
+        prompts: list[_PromptPiece],
+    ) -> _Pending:
+        device: list[torch.Tensor] = []
+        if out is not None:
+            device = [out.ids, *out.device_tensors()]
+        tensors = [*device, *(t for piece in prompts for t in piece[3])]
+        if not self.cuda:
+            host = [t.clone() for t in tensors]
+            event = None
+        else:
+            sizes = [-(-t.numel() * t.element_size() // 16) * 16 for t in tensors]
+            index, buffer = self._results.take(max(sum(sizes), 16))
+            host, offset = [], 0
+            for t, size in zip(tensors, sizes):
+                view = buffer[offset : offset + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+                view.copy_(t, non_blocking=True)
+                host.append(view)
+                offset += size
+            event = self._results.mark(index)
+        split = iter(host[len(device) :])
+        moved = [(rid, size, top, [next(split) for _ in tensors]) for rid, size, top, tensors in prompts]
+        ids = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
+        return _Pending(ids, plan, host[1 : len(device)], moved, event)
+
+    @torch.inference_mode()
+    def collect(self, pending: _Pending) -> StepResult:
+        """Wait for a launched step and return its ids and log-probabilities."""
+        if pending.event is not None:
+            pending.event.synchronize()
+        result = StepResult(ids=pending.ids.tolist())
+        if pending.logprobs:
+            result.logprobs = pending.plan.entries(pending.logprobs)
+        for rid, size, top, tensors in pending.prompts:
+            entries = self.sampler.prompt_entries(tensors, size, top)
+            result.prompt_logprobs.setdefault(rid, []).extend(entries)
+        return result
+
+    # --- facts -----------------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        """JSON-ready: device, memory, kernels and why, graph buckets."""
+        name = torch.cuda.get_device_name() if self.cuda else "CPU"
+        choices = [*self.model.kernel_choices(), *self.sampler.kernel_choices()]
+        return {
+            "device": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "weights": gib(self.model.weight_bytes),
+            "load_seconds": round(self._load_seconds, 2),
+            "memory": self.memory.public(),
+            "kv_tokens": self.memory.num_tokens,
+            "max_running_requests": self.max_rows,
+            "kernels": [{"op": c.op, "flag": c.flag, "impl": c.impl, "why": c.why} for c in choices],
+            "attention": self.attention.info(),
+            "cuda_graph_bs": list(self.graphs.buckets) if self.graphs else [],
+        }
+
+    def graph_counts(self) -> tuple[dict[str, int], int]:
+        """``({bucket: replays}, decode steps that no bucket held)``."""
+        if self.graphs is None:
+            return {}, 0
+        return {str(size): count for size, count in self.graphs.replays.items()}, self.graphs.misses
