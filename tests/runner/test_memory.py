@@ -1,0 +1,101 @@
+"""Byte arithmetic of the KV cache."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetoken.errors import StartupError
+from freetoken.models.config import ModelConfig
+from freetoken.runner.memory import GIB, plan_memory, step_bytes
+
+
+def model(**changes: object) -> ModelConfig:
+    base: dict[str, object] = {
+        "architecture": "Qwen3ForCausalLM",
+        "name": "m",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "num_layers": 36,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    }
+    return ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def plan(**changes: object):  # type: ignore[no-untyped-def]
+    base: dict[str, object] = {
+        "kv_dtype": "bfloat16",
+        "page_size": 16,
+        "context_length": 40_960,
+        "max_total_tokens": None,
+        "total_bytes": 140 * GIB,
+        "free_bytes": 124 * GIB,
+        "fraction": 0.88,
+        "weight_bytes": 16 * GIB,
+        "step_bytes": 2 * GIB,
+    }
+    return plan_memory(model(), **{**base, **changes})  # type: ignore[arg-type]
+
+
+def test_qwen3_8b_token_is_144_kib() -> None:
+    assert model().kv_bytes_per_token(2) == 2 * 36 * 8 * 128 * 2 == 144 * 1024
+
+
+def test_pages_fill_the_fraction_and_no_more() -> None:
+    result = plan()
+    budget = int(140 * GIB * 0.88) - 16 * GIB - 2 * GIB
+    page = 16 * 144 * 1024
+    assert result.kv_bytes <= budget < result.kv_bytes + page
+    assert result.num_tokens == (result.num_pages - 1) * 16
+
+
+def test_operator_limit_is_rounded_up_to_pages() -> None:
+    result = plan(max_total_tokens=1000)
+    assert result.num_pages == 63 + 1
+    assert result.reason == "--max-total-tokens"
+
+
+def test_cap_limits_a_small_model() -> None:
+    assert plan(cap_tokens=5000).num_tokens == 5008
+
+
+def test_operator_limit_too_large_names_both_flags() -> None:
+    with pytest.raises(StartupError, match=r"--max-total-tokens 10000000 needs .* GiB .*--mem-fraction-static"):
+        plan(max_total_tokens=10_000_000)
+
+
+def test_too_little_memory_says_what_is_needed() -> None:
+    with pytest.raises(StartupError, match=r"too little memory.*GiB is needed.*--mem-fraction-static 0\.1"):
+        plan(fraction=0.1)
+
+
+@given(
+    free=st.integers(0, 140),
+    fraction=st.floats(0.05, 0.98),
+    page_size=st.sampled_from([1, 4, 16, 256]),
+    wanted=st.one_of(st.none(), st.integers(1, 10**7)),
+)
+def test_never_plans_more_than_there_is(free: int, fraction: float, page_size: int, wanted: int | None) -> None:
+    total = 140 * GIB
+    try:
+        result = plan(free_bytes=free * GIB, fraction=fraction, page_size=page_size, max_total_tokens=wanted)
+    except StartupError as error:
+        assert "--" in str(error)
+        return
+    assert result.kv_bytes <= int(total * fraction) - (total - free * GIB) - 2 * GIB
+    assert wanted is None or wanted <= result.num_tokens < wanted + page_size
+
+
+def test_step_bytes_grow_with_each_part() -> None:
+    base = {"dtype": "bfloat16", "prefill_tokens": 2048, "rows": 64, "page_table_entries": 1000}
+    small = step_bytes(model(), **base)  # type: ignore[arg-type]
+    for key, value in (("prefill_tokens", 4096), ("rows", 128), ("page_table_entries", 2000), ("dtype", "float32")):
+        assert step_bytes(model(), **{**base, key: value}) > small  # type: ignore[arg-type]
