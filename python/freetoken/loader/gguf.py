@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -176,13 +177,13 @@ class GGUFFile:
         """Map and check the file at ``path``; :class:`StartupError` says what is wrong with it."""
         path = Path(path)
         data = _map(path)
-        cursor = _Cursor(path, memoryview(data))
+        cursor = _Cursor(path, data.data)
         version, tensor_count, pair_count = _read_header(cursor)
         metadata = _read_metadata(cursor, pair_count)
         tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata))
         return cls(path, version, metadata, tensors, data)
 
-    def raw(self, name: str) -> np.memmap:
+    def raw(self, name: str) -> np.ndarray:
         """The stored bytes of tensor ``name`` as a read-only uint8 view of the mapped file."""
         tensor = self.tensors[name]
         return self._data[tensor.offset : tensor.offset + tensor.nbytes]
@@ -322,7 +323,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUF
             )
         placed[row.name] = GGUFTensor(row.name, row.shape, row.type_id, row.type_name, offset, row.nbytes)
     in_order = sorted(placed.values(), key=lambda row: row.offset)
-    for before, after in zip(in_order, in_order[1:]):
+    for before, after in pairwise(in_order):
         if before.offset + before.nbytes > after.offset:
             cursor.fail(f"tensors {before.name!r} and {after.name!r} overlap")
     return placed

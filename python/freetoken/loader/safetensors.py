@@ -11,14 +11,16 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from freetoken.errors import StartupError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -128,7 +130,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             _fail(
                 path, f"is truncated: tensor {row.name!r} ends at byte {row.offset + row.nbytes}, the file has {size}"
             )
-    for before, after in zip(rows, rows[1:]):
+    for before, after in pairwise(rows):
         if before.offset + before.nbytes > after.offset:
             _fail(path, f"tensors {before.name!r} and {after.name!r} overlap")
     return {row.name: row for row in rows}
@@ -147,8 +149,12 @@ def _row(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     return StoredTensor(name, path, dtype, tuple(shape), data_start + offsets[0], nbytes)
 
 
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(entry) is int and 0 <= entry < 2**63 for entry in value)
+    )
 
 
 def _fail(path: Path, problem: str) -> NoReturn:
