@@ -107,7 +107,7 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
     name = folder.resolve().name
-    model = parse_hf_config(config, generation, name)
+    model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
     stored = _select_stored(folder, index_folder(folder), model) if weights else {}
     return Checkpoint(
         kind="safetensors",
@@ -144,7 +144,7 @@ def _select_stored(folder: Path, found: dict[str, StoredTensor], model: ModelCon
 def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
     file = GGUFFile.open(path)
     config = _lay_over(hf_config_from_gguf(file), overrides)
-    model = parse_hf_config(config, None, path.stem)
+    model = parse_hf_config(config, None, path.stem, source=str(path))
     names = _select_gguf(file, model) if weights else {}
     return Checkpoint(
         kind="gguf",

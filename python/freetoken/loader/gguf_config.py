@@ -55,7 +55,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "k", "v", "output")),
         "mlp_bias": any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down")),
-        "torch_dtype": _FILE_DTYPES.get(keys.file.metadata.get("general.file_type", -1), "bfloat16"),
+        "torch_dtype": _dtype(file),
         "bos_token_id": _token_id(keys, "bos_token_id"),
         "eos_token_id": _end_ids(keys),
     }
@@ -70,7 +70,7 @@ class _Keys:
         if not isinstance(architecture, str):
             self.fail("metadata key 'general.architecture' is missing")
         if architecture not in HF_CLASS:
-            self.fail(f"architecture {architecture!r} is not served; {', '.join(HF_CLASS)} are")
+            self.fail(f"architecture {architecture[:40]!r} is not served; {', '.join(HF_CLASS)} are")
         self.prefix = architecture
 
     def fail(self, problem: str) -> NoReturn:
@@ -105,7 +105,13 @@ class _Keys:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             self.fail(f"metadata key '{self.prefix}.{key}' must be a number, not {type(value).__name__}")
         # Stored as float32; the shortest decimal that rounds to it is what the model's author wrote (1e-05, say).
-        return float(str(np.float32(value)))
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(value)))
+
+
+def _dtype(file: GGUFFile) -> str:
+    kind = file.metadata.get("general.file_type")
+    return _FILE_DTYPES.get(kind, "bfloat16") if isinstance(kind, int) else "bfloat16"
 
 
 def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
@@ -113,7 +119,7 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
     factors = keys.file.tensors.get(ROPE_FACTORS)
     if factors is not None:
         if kind not in (None, "none"):
-            keys.fail(f"tensor '{ROPE_FACTORS}' beside rope.scaling.type {kind!r} is not served")
+            keys.fail(f"tensor '{ROPE_FACTORS}' beside rope.scaling.type {str(kind)[:40]!r} is not served")
         if factors.type_name != "F32":
             keys.fail(f"tensor '{ROPE_FACTORS}' must have type F32, not {factors.type_name}")
         return {"rope_type": "factors", "factors": keys.file.raw(ROPE_FACTORS).view("<f4").astype(float).tolist()}
@@ -122,7 +128,9 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
-        keys.fail(f"metadata key '{keys.prefix}.rope.scaling.type' is {kind!r}; none, linear and yarn are served")
+        keys.fail(
+            f"metadata key '{keys.prefix}.rope.scaling.type' is {str(kind)[:40]!r}; none, linear and yarn are served"
+        )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         if keys.get("rope.scaling.original_context_length") is not None:

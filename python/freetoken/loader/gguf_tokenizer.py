@@ -7,7 +7,7 @@ names how text is cut before merging; the patterns below are the published ones 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -74,12 +74,15 @@ def chat_template(file: GGUFFile) -> str | None:
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
     """The tokenizer that the metadata of ``file`` describe; :class:`StartupError` when it cannot be built."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        said = "is missing" if model is None else f"{model!r} is not served"
+    if not isinstance(model, str) or model != "gpt2":
+        said = "is missing" if model is None else f"{str(model)[:40]!r} is not served"
         _fail(file, f"tokenizer.ggml.model {said}; pass --tokenizer-path with the folder of the original tokenizer")
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        _fail(file, f"tokenizer.ggml.pre {pre!r} is not served; pass --tokenizer-path with the original tokenizer")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        _fail(
+            file,
+            f"tokenizer.ggml.pre {str(pre)[:40]!r} is not served; pass --tokenizer-path with the original tokenizer",
+        )
     tokens, kinds = _tokens(file), _kinds(file)
     try:
         merges = _merges(file)
@@ -148,22 +151,20 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, pre: str) -> None:
     """Make ``add_special_tokens`` put bos first and eos last where the file asks for it."""
     before = _flag(file, "add_bos_token", pre in _BOS_FIRST)
     after = _flag(file, "add_eos_token", False)
-    special = special_tokens(file)
-    template: list[str] = []
-    used: list[tuple[str, Any]] = []
-    for wanted, name in ((before, "bos_token"), (True, None), (after, "eos_token")):
-        if name is None:
-            template.append("$A:0")
-        elif wanted:
-            token = special.get(name)
-            if token is None:
-                _fail(file, f"tokenizer.ggml.add_{name} is set, but tokenizer.ggml.{name}_id is missing")
-            template.append(f"{token}:0")
-            used.append((token, tokenizer.token_to_id(token)))
-    if used:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, pair=[*template, "$B:1"], special_tokens=list(dict(used).items())
-        )
+    framed = [name for name, wanted in (("bos", before), ("eos", after)) if wanted]
+    if not framed:
+        return
+    special, aliases = special_tokens(file), []
+    for name in framed:
+        token = special.get(f"{name}_token")
+        if token is None:
+            _fail(file, f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id names no token")
+        token_id = int(file.metadata[f"tokenizer.ggml.{name}_token_id"])
+        aliases.append({"id": name, "ids": [token_id], "tokens": [token]})
+    single = [*(["bos:0"] if before else []), "$A:0", *(["eos:0"] if after else [])]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1"], special_tokens=aliases
+    )
 
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:

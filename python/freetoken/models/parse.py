@@ -18,6 +18,7 @@ _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LARGEST = 2**31 - 1
+MAX_LAYERS = 1024
 # Beside the rope_type: keys that must be there, and keys that may be.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -47,7 +48,7 @@ class _Reader:
     def fail(self, key: str, problem: str) -> NoReturn:
         raise StartupError(f"{self.where}: {key} {problem}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, most: int = _LARGEST) -> int:
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -55,8 +56,8 @@ class _Reader:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-            self.fail(key, f"must be an integer from {least} to {_LARGEST}, not {_brief(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            self.fail(key, f"must be an integer from 1 to {most}, not {_brief(value)}")
         return value
 
     def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
@@ -93,16 +94,18 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def parse_hf_config(hf: dict[str, Any], generation: dict[str, Any] | None, name: str) -> ModelConfig:
+def parse_hf_config(
+    hf: dict[str, Any], generation: dict[str, Any] | None, name: str, *, source: str = "config.json"
+) -> ModelConfig:
     """The model that ``hf`` (``config.json``) describes.
 
     ``generation`` is ``generation_config.json`` where there is one; its end-of-sequence ids are united with those of
-    ``hf`` and its sampling values become defaults. ``name`` is the served name. A ``rope_scaling`` whose ``rope_type`` is
+    ``hf`` and its sampling values become defaults. ``name`` is the served name, ``source`` names ``hf`` in errors. A ``rope_scaling`` whose ``rope_type`` is
     ``factors`` carries one divisor for each rotary frequency (``inverse frequency / factors[i]``). Raises
     :class:`StartupError`, naming the key, for an architecture, feature or geometry that is not served.
     """
-    architecture = _architecture(hf)
-    r = _Reader(hf, "config.json")
+    r = _Reader(hf, source)
+    architecture = _architecture(r)
     _refuse_unserved_features(r)
     hidden_size = r.integer("hidden_size")
     num_heads = r.integer("num_attention_heads")
@@ -124,7 +127,7 @@ def parse_hf_config(hf: dict[str, Any], generation: dict[str, Any] | None, name:
         name=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=r.integer("num_hidden_layers"),
+        num_layers=r.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -144,18 +147,18 @@ def parse_hf_config(hf: dict[str, Any], generation: dict[str, Any] | None, name:
     )
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
-    listed = hf.get("architectures")
+def _architecture(r: _Reader) -> str:
+    listed = r.values.get("architectures")
     if listed is None:
-        model_type = hf.get("model_type")
-        name = _BY_MODEL_TYPE.get(model_type, str(model_type)) if isinstance(model_type, str) else None
+        model_type = r.values.get("model_type")
+        name = _BY_MODEL_TYPE.get(model_type, model_type) if isinstance(model_type, str) else None
     else:
         name = listed[0] if isinstance(listed, list) and listed else listed
     if not isinstance(name, str):
-        raise StartupError("config.json: architectures must name a model class")
+        r.fail("architectures", "must name a model class")
     if name not in SERVED_ARCHITECTURES:
         raise StartupError(
-            f"config.json: architecture {_brief(name)} is not served; {', '.join(SERVED_ARCHITECTURES)} are"
+            f"{r.where}: architecture {_brief(name)} is not served; {', '.join(SERVED_ARCHITECTURES)} are"
         )
     return name
 
