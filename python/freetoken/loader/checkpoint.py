@@ -1,0 +1,193 @@
+"""What a model path holds: the one description of a checkpoint that server and runner share (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freetoken.errors import StartupError
+from freetoken.loader.gguf import GGUFFile
+from freetoken.loader.gguf_config import hf_config_from_gguf
+from freetoken.loader.names import DECODABLE_TYPES, ROPE_FACTORS, canonical_name, expected_tensors, is_ignorable
+from freetoken.loader.safetensors import FLOAT_DTYPES, StoredTensor, index_folder, read_json
+from freetoken.models.config import ModelConfig
+from freetoken.models.parse import parse_hf_config
+
+# A newer spelling that would hide an older one given as an override.
+_RENAMED = {"torch_dtype": "dtype", "dtype": "torch_dtype"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """Where the tokenizer of a checkpoint is: exactly one of a folder and a GGUF file."""
+
+    folder: Path | None = None
+    gguf: GGUFFile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened and checked checkpoint.
+
+    ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file. ``hf_config`` is the configuration
+    dictionary after overrides (for a GGUF: made from its metadata). ``tensors`` holds the stored tensors by canonical
+    name (empty for the load format ``dummy``), ``total_bytes`` their stored size.
+    """
+
+    kind: str
+    path: Path
+    name: str
+    model: ModelConfig
+    total_bytes: int
+    hf_config: dict[str, Any]
+    gguf: GGUFFile | None
+    stored: dict[str, StoredTensor]
+    gguf_names: dict[str, str]
+
+    def tokenizer(self) -> TokenizerFiles:
+        """Where the tokenizer is."""
+        return TokenizerFiles(gguf=self.gguf) if self.gguf is not None else TokenizerFiles(folder=self.path)
+
+
+def open_checkpoint(path: str | Path, load_format: str = "auto", overrides: dict[str, Any] | None = None) -> Checkpoint:
+    """Find out what ``path`` holds and check everything that can be checked without reading weights.
+
+    ``load_format`` is ``auto``, ``safetensors``, ``gguf`` or ``dummy`` (weights are not looked at; a ``config.json``
+    alone will do). ``overrides`` are laid over the configuration dictionary; ``None`` as a value removes a key. Raises
+    :class:`StartupError` in one sentence.
+    """
+    path = Path(path).expanduser()
+    source = _find_source(path, load_format)
+    weights = load_format != "dummy"
+    if source.is_file():
+        return _open_gguf(source, overrides or {}, weights)
+    return _open_folder(source, overrides or {}, weights)
+
+
+def _find_source(path: Path, load_format: str) -> Path:
+    """The GGUF file or the folder of safetensors that ``path`` means."""
+    if not path.exists():
+        raise StartupError(f"model path {path} does not exist")
+    if path.is_file():
+        if path.suffix.lower() != ".gguf" or load_format == "safetensors":
+            wanted = "a folder of safetensors" if load_format == "safetensors" else "a folder or a .gguf file"
+            raise StartupError(f"model path {path} is a file, not {wanted}")
+        return path
+    files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf" and entry.is_file())
+    has_config = (path / "config.json").exists()
+    if load_format == "gguf" or (load_format != "safetensors" and not has_config and files):
+        if len(files) != 1:
+            found = "no .gguf file" if not files else f"{len(files)} .gguf files; name one of them"
+            raise StartupError(f"{path} holds {found}")
+        return files[0]
+    if not has_config:
+        raise StartupError(f"{path} has no config.json")
+    if load_format == "auto" and len(files) == 1 and not any(path.glob("*.safetensors*")):
+        return files[0]
+    return path
+
+
+def _lay_over(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = {key: value for key, value in config.items() if _RENAMED.get(key) not in overrides}
+    rope = merged.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_parameters" not in overrides:
+        if "rope_scaling" in overrides:
+            del merged["rope_parameters"]
+            if rope.get("rope_theta") is not None:
+                merged["rope_theta"] = rope["rope_theta"]
+        elif "rope_theta" in overrides:
+            merged["rope_parameters"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    merged.update(overrides)
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
+    config = _lay_over(read_json(folder / "config.json"), overrides)
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else None
+    name = folder.resolve().name
+    model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
+    stored = _select_stored(folder, index_folder(folder), model) if weights else {}
+    return Checkpoint(
+        kind="safetensors",
+        path=folder,
+        name=name,
+        model=model,
+        total_bytes=sum(tensor.nbytes for tensor in stored.values()),
+        hf_config=config,
+        gguf=None,
+        stored=stored,
+        gguf_names={},
+    )
+
+
+def _select_stored(folder: Path, found: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:
+    """The expected tensors among ``found``, in stored order."""
+    expected = expected_tensors(model)
+    for name, tensor in found.items():
+        if name not in expected:
+            if is_ignorable(name, model):
+                continue
+            raise StartupError(
+                f"{tensor.path}: tensor {name!r} is not part of a {model.architecture} with this config.json"
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise StartupError(
+                f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, which is not served; {', '.join(FLOAT_DTYPES)} are"
+            )
+        _check_shape(tensor.path, name, tensor.shape, expected[name])
+    _check_complete(folder, expected, found)
+    return {name: tensor for name, tensor in found.items() if name in expected}
+
+
+def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
+    file = GGUFFile.open(path)
+    config = _lay_over(hf_config_from_gguf(file), overrides)
+    model = parse_hf_config(config, None, path.stem, source=str(path))
+    names = _select_gguf(file, model) if weights else {}
+    return Checkpoint(
+        kind="gguf",
+        path=path,
+        name=path.stem,
+        model=model,
+        total_bytes=sum(file.tensors[source].nbytes for source in names.values()),
+        hf_config=config,
+        gguf=file,
+        stored={},
+        gguf_names=names,
+    )
+
+
+def _select_gguf(file: GGUFFile, model: ModelConfig) -> dict[str, str]:
+    """Canonical name to GGUF name of the expected tensors, in file order."""
+    expected = expected_tensors(model)
+    names: dict[str, str] = {}
+    for source, tensor in file.tensors.items():
+        if source == ROPE_FACTORS:
+            continue
+        name = canonical_name(source)
+        if name is None or name not in expected:
+            if name is not None and is_ignorable(name, model):
+                continue
+            raise StartupError(
+                f"{file.path}: tensor {source!r} is not part of a {model.architecture} with these metadata"
+            )
+        if tensor.type_name not in DECODABLE_TYPES:
+            raise StartupError(f"{file.path}: tensor {source!r} has type {tensor.type_name}, which is not served")
+        _check_shape(file.path, source, tensor.shape, expected[name])
+        names[name] = source
+    _check_complete(file.path, expected, names)
+    return names
+
+
+def _check_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise StartupError(f"{path}: tensor {name!r} has shape {list(shape)}, but the config asks for {list(expected)}")
+
+
+def _check_complete(path: Path, expected: dict[str, tuple[int, ...]], found: dict[str, Any]) -> None:
+    missing = [name for name in expected if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise StartupError(f"{path} lacks tensor {missing[0]!r}{more}")

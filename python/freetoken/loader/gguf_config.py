@@ -1,0 +1,160 @@
+"""From GGUF metadata to a Hugging Face style configuration dictionary (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from freetoken.errors import StartupError
+from freetoken.loader.gguf import GGUFFile
+from freetoken.loader.names import ROPE_FACTORS
+
+HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Control tokens that end a turn or a text under any tokenizer that has them, beside the ids that the file names.
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+CONTROL = 3
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_FILE_DTYPES = {0: "float32", 1: "float16"}
+
+
+def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """What ``config.json`` of the same model would say, from the metadata and tensor shapes of ``file``.
+
+    The vocabulary counts embedding rows, embeddings are tied when ``output.weight`` is absent, and the divisors in
+    ``rope_freqs.weight`` become ``rope_scaling`` of type ``factors``. Raises :class:`StartupError` naming the key.
+    """
+    keys = _Keys(file)
+    hidden_size = keys.integer("embedding_length")
+    heads = keys.integer("attention.head_count")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        keys.fail("tensor 'token_embd.weight' is missing")
+    head_dim = keys.integer("attention.key_length", hidden_size // heads if heads else 0)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(key, head_dim) != head_dim:
+            keys.fail(
+                f"metadata key '{keys.prefix}.{key}' must equal the head size {head_dim}, not {keys.integer(key)}"
+            )
+    for key in ("expert_count", "attention.sliding_window"):
+        if keys.integer(key, 0):
+            keys.fail(f"metadata key '{keys.prefix}.{key}' is {keys.integer(key)}, which is not served")
+    return {
+        "architectures": [HF_CLASS[keys.prefix]],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys),
+        "max_position_embeddings": keys.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "k", "v", "output")),
+        "mlp_bias": any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down")),
+        "torch_dtype": _dtype(file),
+        "bos_token_id": _token_id(keys, "bos_token_id"),
+        "eos_token_id": _end_ids(keys),
+    }
+
+
+class _Keys:
+    """Typed reads of the keys under the architecture's prefix."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        architecture = file.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            self.fail("metadata key 'general.architecture' is missing")
+        if architecture not in HF_CLASS:
+            self.fail(f"architecture {architecture[:40]!r} is not served; {', '.join(HF_CLASS)} are")
+        self.prefix = architecture
+
+    def fail(self, problem: str) -> NoReturn:
+        raise StartupError(f"{self.file.path}: {problem}")
+
+    def get(self, key: str) -> Any:
+        """The value of ``key``; a list of one value for every layer counts as that value when all are the same."""
+        value = self.file.metadata.get(f"{self.prefix}.{key}")
+        if isinstance(value, np.ndarray):
+            distinct = np.unique(value)
+            if len(distinct) != 1:
+                self.fail(f"metadata key '{self.prefix}.{key}' differs between layers, which is not served")
+            return distinct[0].item()
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.fail(f"metadata key '{self.prefix}.{key}' is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            self.fail(f"metadata key '{self.prefix}.{key}' must be an integer, not {type(value).__name__}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.fail(f"metadata key '{self.prefix}.{key}' is missing")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.fail(f"metadata key '{self.prefix}.{key}' must be a number, not {type(value).__name__}")
+        # Stored as float32; the shortest decimal that rounds to it is what the model's author wrote (1e-05, say).
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(value)))
+
+
+def _dtype(file: GGUFFile) -> str:
+    kind = file.metadata.get("general.file_type")
+    return _FILE_DTYPES.get(kind, "bfloat16") if isinstance(kind, int) else "bfloat16"
+
+
+def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
+    kind = keys.get("rope.scaling.type")
+    factors = keys.file.tensors.get(ROPE_FACTORS)
+    if factors is not None:
+        if kind not in (None, "none"):
+            keys.fail(f"tensor '{ROPE_FACTORS}' beside rope.scaling.type {str(kind)[:40]!r} is not served")
+        if factors.type_name != "F32":
+            keys.fail(f"tensor '{ROPE_FACTORS}' must have type F32, not {factors.type_name}")
+        return {"rope_type": "factors", "factors": keys.file.raw(ROPE_FACTORS).view("<f4").astype(float).tolist()}
+    if kind is None and keys.get("rope.scale_linear") is not None:
+        return {"rope_type": "linear", "factor": keys.number("rope.scale_linear")}
+    if kind in (None, "none"):
+        return None
+    if kind not in ("linear", "yarn"):
+        keys.fail(
+            f"metadata key '{keys.prefix}.rope.scaling.type' is {str(kind)[:40]!r}; none, linear and yarn are served"
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        if keys.get("rope.scaling.original_context_length") is not None:
+            scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
+        for key, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if keys.get(f"rope.scaling.{key}") is not None:
+                scaling[ours] = keys.number(f"rope.scaling.{key}")
+        if keys.get("rope.scaling.attn_factor") is not None:
+            # Here it multiplies the magnitude that yarn derives from its factor; in Hugging Face terms it replaces it.
+            derived = 1.0 + 0.1 * float(np.log(scaling["factor"])) if scaling["factor"] > 1.0 else 1.0
+            scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * derived
+    return scaling
+
+
+def _token_id(keys: _Keys, key: str) -> int | None:
+    value = keys.file.metadata.get(f"tokenizer.ggml.{key}")
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _end_ids(keys: _Keys) -> list[int]:
+    ids = [token for key in _END_KEYS if (token := _token_id(keys, key)) is not None]
+    tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
+    types = keys.file.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        control = {tokens[index]: int(index) for index in np.flatnonzero(types == CONTROL)}
+        ids += [control[text] for text in END_TOKENS if text in control]
+    return list(dict.fromkeys(ids))

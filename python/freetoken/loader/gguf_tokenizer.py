@@ -1,0 +1,174 @@
+"""Tokenizers from GGUF metadata, built with the ``tokenizers`` library (torch-free).
+
+The vocabulary is ``tokenizer.ggml.tokens`` (byte-level alphabet, added tokens in clear), with kinds in ``token_type``
+(1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte) and merges as "left right". ``tokenizer.ggml.pre``
+names how text is cut before merging; the patterns below are the published ones of each family.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from freetoken.errors import StartupError
+from freetoken.loader.gguf import GGUFFile
+
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+SPECIAL_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+)
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
+# Patterns are applied one after the other; each cuts the pieces the one before left.
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "qwen2": (_QWEN2,),
+    "qwen35": (_QWEN35,),
+    "llama-bpe": (_LLAMA3,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+}
+_NFC = ("qwen2", "qwen35")
+# Families that look a whole piece up before merging, and those that put the bos token first unless told otherwise.
+_WHOLE_PIECES = ("llama-bpe",)
+_BOS_FIRST = ("llama-bpe",)
+
+
+def byte_level_parts(pre: str) -> tuple[normalizers.Normalizer | None, pre_tokenizers.PreTokenizer]:
+    """Normaliser and pre-tokenizer of the family ``pre`` (a key of :data:`PRE_TOKENIZERS`)."""
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[pre]]
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return normalizers.NFC() if pre in _NFC else None, pre_tokenizers.Sequence([*cuts, spell])
+
+
+def special_tokens(file: GGUFFile) -> dict[str, str]:
+    """Text of the bos, eos, unk and pad tokens that the file names."""
+    tokens = _tokens(file)
+    found = {}
+    for name, key in SPECIAL_KEYS.items():
+        token = file.metadata.get(f"tokenizer.ggml.{key}")
+        if isinstance(token, int) and 0 <= token < len(tokens):
+            found[name] = tokens[token]
+    return found
+
+
+def chat_template(file: GGUFFile) -> str | None:
+    """The chat template inside the file, if there is one."""
+    template = file.metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
+def build_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer that the metadata of ``file`` describe; :class:`StartupError` when it cannot be built."""
+    model = file.metadata.get("tokenizer.ggml.model")
+    if not isinstance(model, str) or model != "gpt2":
+        said = "is missing" if model is None else f"{str(model)[:40]!r} is not served"
+        _fail(file, f"tokenizer.ggml.model {said}; pass --tokenizer-path with the folder of the original tokenizer")
+    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        _fail(
+            file,
+            f"tokenizer.ggml.pre {str(pre)[:40]!r} is not served; pass --tokenizer-path with the original tokenizer",
+        )
+    tokens, kinds = _tokens(file), _kinds(file)
+    try:
+        merges = _merges(file)
+        bpe = BPE(vocab=_vocabulary(file, tokens, kinds), merges=merges, ignore_merges=pre in _WHOLE_PIECES)
+    except StartupError:
+        raise
+    except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
+        _fail(file, f"the tokenizer cannot be built: {error}")
+    tokenizer = Tokenizer(bpe)
+    normalizer, tokenizer.pre_tokenizer = byte_level_parts(pre)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        added = [AddedToken(tokens[int(i)], normalized=False, special=special) for i in np.flatnonzero(kinds == kind)]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    _frame(file, tokenizer, pre)
+    return tokenizer
+
+
+def _fail(file: GGUFFile, problem: str) -> NoReturn:
+    raise StartupError(f"{file.path}: {problem}")
+
+
+def _tokens(file: GGUFFile) -> list[str]:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        _fail(file, "metadata key 'tokenizer.ggml.tokens' must be a list of strings")
+    return tokens
+
+
+def _kinds(file: GGUFFile) -> np.ndarray:
+    tokens, kinds = _tokens(file), file.metadata.get("tokenizer.ggml.token_type")
+    if kinds is None:
+        return np.ones(len(tokens), dtype=np.int32)
+    if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
+        _fail(file, f"metadata key 'tokenizer.ggml.token_type' must hold one number for each of {len(tokens)} tokens")
+    return kinds
+
+
+def _vocabulary(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(tokens, kinds.tolist())):
+        if kind == UNUSED or token == "":
+            continue
+        if token in vocabulary:
+            _fail(file, f"tokens {vocabulary[token]} and {index} are both {token!r}")
+        vocabulary[token] = index
+    return vocabulary
+
+
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        _fail(file, "metadata key 'tokenizer.ggml.merges' must be a list of strings")
+    pairs = []
+    for index, merge in enumerate(merges):
+        left, blank, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        if not (left and blank and right):
+            _fail(file, f"element {index} of metadata key 'tokenizer.ggml.merges' is not two tokens")
+        pairs.append((left, right))
+    return pairs
+
+
+def _frame(file: GGUFFile, tokenizer: Tokenizer, pre: str) -> None:
+    """Make ``add_special_tokens`` put bos first and eos last where the file asks for it."""
+    before = _flag(file, "add_bos_token", pre in _BOS_FIRST)
+    after = _flag(file, "add_eos_token", False)
+    framed = [name for name, wanted in (("bos", before), ("eos", after)) if wanted]
+    if not framed:
+        return
+    special, aliases = special_tokens(file), []
+    for name in framed:
+        token = special.get(f"{name}_token")
+        if token is None:
+            _fail(file, f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id names no token")
+        token_id = int(file.metadata[f"tokenizer.ggml.{name}_token_id"])
+        aliases.append({"id": name, "ids": [token_id], "tokens": [token]})
+    single = [*(["bos:0"] if before else []), "$A:0", *(["eos:0"] if after else [])]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1"], special_tokens=aliases
+    )
+
+
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    value = file.metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        _fail(file, f"metadata key 'tokenizer.ggml.{name}' must be a boolean")
+    return value
