@@ -38,4 +38,6 @@ def require_close(op: str, what: str, actual: torch.Tensor, expected: torch.Tens
     limit = RELATIVE_RMS[expected.dtype] if bound is None else bound
     error = relative_rms(actual, expected)
     if not error <= limit:
-        raise KernelCheckError(f"{op}: {what} differs from the reference by relative RMS {error:.3g}, bound {limit:.3g}")
+        raise KernelCheckError(
+            f"{op}: {what} differs from the reference by relative RMS {error:.3g}, bound {limit:.3g}"
+        )

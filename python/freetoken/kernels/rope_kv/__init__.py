@@ -67,9 +67,7 @@ class RopeKv:
             return self._reference(qkv, k_pool, v_pool, step, q_norm, k_norm, eps)
         if self._checked:
             return self._check(qkv, k_pool, v_pool, step, q_norm, k_norm, eps)
-        return self._triton.rope_kv(
-            qkv, k_pool, v_pool, self.table, step.positions, step.slots, q_norm, k_norm, eps
-        )
+        return self._triton.rope_kv(qkv, k_pool, v_pool, self.table, step.positions, step.slots, q_norm, k_norm, eps)
 
     def _reference(
         self,

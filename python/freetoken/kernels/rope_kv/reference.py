@@ -70,7 +70,7 @@ def rope_kv(
         k = rotate(head_norm(heads[:, q_heads : q_heads + kv_heads], k_norm, eps), cos, signed_sin)
     else:
         both = rotate(heads[:, : q_heads + kv_heads], cos, signed_sin)
-        q, k = both[:, :q_heads], both[:, q_heads:]
+        q, k = both[:, :q_heads].contiguous(), both[:, q_heads:]
     write(k_pool, k, page, offset)
     write(v_pool, heads[:, q_heads + kv_heads :], page, offset)
     return q
