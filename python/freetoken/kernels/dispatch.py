@@ -18,6 +18,31 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True)
+class Op:
+    """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it."""
+
+    name: str
+    flag: str
+    sgl_symbols: tuple[str, ...] = ()
+    sgl_unfit: str | None = None
+
+
+OPS: tuple[Op, ...] = (
+    Op("rms_norm", "FREETOKEN_FUSED_NORM", sgl_symbols=("rmsnorm", "fused_add_rmsnorm")),
+    Op(
+        "rope_kv",
+        "FREETOKEN_FUSED_ROPE",
+        sgl_unfit="default on CUDA; sgl_kernel's rotary neither norms the heads nor writes these pages",
+    ),
+    Op("silu_mul", "FREETOKEN_FUSED_SILU_MUL", sgl_symbols=("silu_and_mul",)),
+    Op("small_gemm", "FREETOKEN_SMALL_GEMM"),
+    Op("sampler", "FREETOKEN_FUSED_SAMPLER"),
+)
+
+_BY_NAME = {op.name: op for op in OPS}
+
+
 def choose(op: str, flag: str, device: str, *, sgl_kernel: str | None = None) -> Choice:
     """Decide once, when a model is built.
 
@@ -34,3 +59,19 @@ def choose(op: str, flag: str, device: str, *, sgl_kernel: str | None = None) ->
     if sgl_kernel == "":
         return Choice(op, flag, "sgl_kernel", "sgl_kernel is installed and pairs with this torch")
     return Choice(op, flag, "triton", sgl_kernel or "default on CUDA")
+
+
+def choose_op(name: str, device: str) -> Choice:
+    """The decision for a row of :data:`OPS`; looks for ``sgl_kernel`` only where it could be used."""
+    op = _BY_NAME[name]
+    unusable = op.sgl_unfit
+    if op.sgl_symbols and device == "cuda":
+        from freetoken.kernels import sgl
+
+        unusable = sgl.unusable(op.sgl_symbols)
+    return choose(op.name, op.flag, device, sgl_kernel=unusable)
+
+
+def table(device: str) -> list[Choice]:
+    """The decision for every op of a model on ``device``, in the order of :data:`OPS`."""
+    return [choose_op(op.name, device) for op in OPS]

@@ -1,0 +1,31 @@
+"""The SwiGLU activation as one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, width: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid ``(T, ceil(width / BLOCK))`` over contiguous ``gate_up [T, 2 * width]`` and ``out [T, width]``."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = gate_up_ptr + token * (2 * width) + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + token * width + column, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As :func:`freetoken.kernels.silu_mul.reference.silu_mul`; ``gate_up`` contiguous."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    if tokens > 0:
+        silu_mul_kernel[(tokens, triton.cdiv(width, BLOCK))](gate_up, out, width=width, BLOCK=BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,69 @@
+"""Dense products of few rows, with the SwiGLU activation as an optional epilogue."""
+
+from __future__ import annotations
+
+import torch
+
+from freetoken.kernels import checking
+from freetoken.kernels.dispatch import Choice
+from freetoken.kernels.silu_mul import SiluMul
+from freetoken.kernels.small_gemm import reference
+from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, pick_config
+
+__all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "pick_config"]
+
+
+class SmallGemm:
+    """The op with its implementation bound once, shared by all linear layers of a model.
+
+    Up to :data:`MAX_TOKENS` rows run the fused kernels (in float32 only one row does: the other kernel is for tensor
+    cores); above that, torch's matmul and ``silu_mul``. Inputs must be contiguous.
+    """
+
+    def __init__(self, choice: Choice, silu_mul: SiluMul) -> None:
+        self.choice = choice
+        self._silu_mul = silu_mul
+        self._fused = choice.impl != "reference"
+        self._checked = choice.impl == "check"
+        if self._fused:
+            from freetoken.kernels.small_gemm import triton
+
+            self._triton = triton
+            self._scratch = triton.Scratch()
+
+    def reserve(self, weight: torch.Tensor, *, silu: bool) -> None:
+        """Size the scratch memory for products with this weight; called when a layer is built."""
+        if self._fused:
+            n, k = weight.shape
+            self._triton.reserve(self._scratch, n, k, silu=silu, device=weight.device)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else MAX_TOKENS)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """``[M, N]``, as :func:`reference.linear`."""
+        if not self._fits(x):
+            return reference.linear(x, weight, bias, out_dtype)
+        y = self._triton.linear(x, weight, bias, out_dtype, scratch=self._scratch)
+        if self._checked:
+            self._compare(y, reference.linear(x, weight, bias), x.dtype)
+        return y
+
+    def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``[M, F]``, as :func:`reference.linear_silu_mul`."""
+        if not self._fits(x):
+            return self._silu_mul(reference.linear(x, weight, bias))
+        y = self._triton.linear_silu_mul(x, weight, bias, scratch=self._scratch)
+        if self._checked:
+            self._compare(y, reference.linear_silu_mul(x, weight, bias), x.dtype)
+        return y
+
+    def _compare(self, actual: torch.Tensor, expected: torch.Tensor, storage: torch.dtype) -> None:
+        checking.refuse_capture("small_gemm", self.choice.flag)
+        checking.require_close("small_gemm", "the output", actual, expected, checking.RELATIVE_RMS[storage])

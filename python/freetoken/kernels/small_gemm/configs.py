@@ -1,0 +1,75 @@
+"""Launch settings of the small products, by shape (torch-free)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+MAX_TOKENS = 16
+"""Rows of x up to which these kernels run; more rows go to torch's matmul."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Settings of one launch.
+
+    ``block_n`` weight rows a program, ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
+    the depth of the asynchronous copies (tensor-core kernel only). ``unroll`` steps of K are issued together
+    (matrix-vector kernel only). ``split_k`` programs share the rows and add their parts in a fixed order.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1
+    unroll: int = 1
+    split_k: int = 1
+
+
+CONFIGS: dict[tuple[int, int, int], GemmConfig] = {}
+"""Measured settings by ``(N, K, class)``, where N counts weight rows and class comes from :func:`m_class`."""
+
+
+def m_class(m: int) -> int:
+    """1 for one row of x (matrix-vector kernel), 8 for 2 to 8, 16 for 9 to 16 (tensor-core kernel)."""
+    return 1 if m == 1 else 8 if m <= 8 else 16
+
+
+def _power_of_two_at_least(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def pick_config(n: int, k: int, m: int) -> GemmConfig:
+    """The measured settings of this shape, or a default that suits it."""
+    found = CONFIGS.get((n, k, m_class(m)))
+    if found is not None:
+        return found
+    if m == 1:
+        block_k = min(1024, _power_of_two_at_least(k))
+        block_n = 8 if n >= 2048 else 4 if n >= 1024 else 2
+        return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 1024)))
+    block_n = 16 if n < 16384 else 32
+    return GemmConfig(block_n, 256 if k >= 256 else max(16, _power_of_two_at_least(k)), num_warps=4, num_stages=4)
+
+
+def candidates(n: int, k: int, m: int) -> list[GemmConfig]:
+    """Settings worth timing for this shape, the default first; ``n`` counts weight rows (gate and up together)."""
+    found = [pick_config(n, k, m)]
+    if m == 1:
+        grid = itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+        for block_n, block_k, warps, unroll, split in grid:
+            per_thread = block_n * block_k // (32 * warps)
+            steps = -(-k // (block_k * split))
+            if block_k <= k and 8 <= per_thread * unroll <= 128 and unroll <= steps and _split_helps(n, block_n, split):
+                found.append(GemmConfig(block_n, block_k, warps, unroll=unroll, split_k=split))
+    else:
+        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8), (3, 4, 5, 6), (1, 2, 4))
+        for block_n, block_k, warps, stages, split in grid:
+            staged = (block_n + 16) * block_k * 2 * stages
+            if block_k <= k // split and staged <= 200 * 1024 and _split_helps(n, block_n, split):
+                found.append(GemmConfig(block_n, block_k, warps, num_stages=stages, split_k=split))
+    return list(dict.fromkeys(found))
+
+
+def _split_helps(n: int, block_n: int, split: int) -> bool:
+    return split == 1 or n // block_n <= 1024

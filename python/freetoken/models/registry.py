@@ -1,0 +1,54 @@
+"""Which class serves which architecture (torch-free until a model is built)."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from freetoken.errors import StartupError
+from freetoken.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from freetoken.models.decoder import DecoderModel
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One row: the architecture's name in ``config.json`` and the class that serves it."""
+
+    architecture: str
+    module: str
+    class_name: str
+
+    def load_class(self) -> type[DecoderModel]:
+        """Import the class, and torch with it."""
+        found: type[DecoderModel] = getattr(importlib.import_module(self.module), self.class_name)
+        return found
+
+
+MODELS: tuple[ModelEntry, ...] = (
+    ModelEntry("LlamaForCausalLM", "freetoken.models.llama", "LlamaModel"),
+    ModelEntry("Qwen3ForCausalLM", "freetoken.models.qwen3", "Qwen3Model"),
+)
+
+_BY_ARCHITECTURE = {entry.architecture: entry for entry in MODELS}
+
+
+def find(architecture: str) -> ModelEntry:
+    """The row of an architecture; :class:`StartupError` names those that are served."""
+    entry = _BY_ARCHITECTURE.get(architecture)
+    if entry is None:
+        raise StartupError(
+            f"architecture {architecture!r} is not served; served: {', '.join(sorted(_BY_ARCHITECTURE))}"
+        )
+    return entry
+
+
+def build_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, max_positions: int
+) -> DecoderModel:
+    """The model of ``config`` with uninitialised weights on ``device``; :class:`StartupError` for an unknown one."""
+    return find(config.architecture).load_class()(config, dtype=dtype, device=device, max_positions=max_positions)
