@@ -1,0 +1,1 @@
+"""One-query (decode) attention over paged KV."""

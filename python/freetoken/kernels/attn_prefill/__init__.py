@@ -1,0 +1,1 @@
+"""Causal attention of ragged prompts (prefill) over paged KV."""
