@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from freetoken.kernels.attn_decode.reference import gather_sequence
@@ -27,7 +29,7 @@ def attn_prefill_reference(
     group = q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     starts = q_starts.tolist()
-    for j, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+    for j, (a, b) in enumerate(pairwise(starts)):
         pages, seq_len = page_table[rows[j]], int(seq_lens[j])
         k = gather_sequence(k_cache, pages, seq_len).to(wide).repeat_interleave(group, 0)
         v = gather_sequence(v_cache, pages, seq_len).to(wide).repeat_interleave(group, 0)
