@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,12 @@ import torch
 
 from freetoken.kernels.attn_decode.reference import attn_decode_reference
 from freetoken.kernels.attn_prefill.reference import attn_prefill_reference
+from freetoken.runner.attention import AttentionBackend, build_attention
 from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
+
+# Largest relative RMS of a backend's output against the reference.
+BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass
@@ -118,3 +123,23 @@ def make_case(
         q_lens_host=tuple(q_lens),
     )
     return Case(kv, fb, q, head_dim**-0.5, max_pages)
+
+
+def build(case: Case, name: str = "torch", **changes: object) -> AttentionBackend:
+    """The backend called ``name`` for ``case``."""
+    arguments = {
+        "num_heads": case.num_heads,
+        "kv": case.kv,
+        "max_rows": max(8, case.fb.num_decodes),
+        "max_pages": case.max_pages,
+        "device": case.q.device,
+        "dtype": case.q.dtype,
+    }
+    return build_attention(name, **{**arguments, **changes})
+
+
+def captured(case: Case) -> Case:
+    """``case`` as a graph holds it: no lengths on the host, and the table's limit for the longest."""
+    limit = case.max_pages * case.kv.page_size
+    fb = dataclasses.replace(case.fb, captured=True, seq_lens_host=(), q_lens_host=(), decode_max_seq_len=limit)
+    return dataclasses.replace(case, fb=fb)

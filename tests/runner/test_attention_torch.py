@@ -7,22 +7,8 @@ import torch
 
 from freetoken.errors import StartupError
 from freetoken.runner import attention_torch
-from freetoken.runner.attention import AttentionBackend, build_attention
-from runner.attention_batches import Case, make_case, relative_rms
-
-BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-def build(case: Case, name: str = "torch", **changes: object) -> AttentionBackend:
-    arguments = {
-        "num_heads": case.num_heads,
-        "kv": case.kv,
-        "max_rows": max(8, case.fb.num_decodes),
-        "max_pages": case.max_pages,
-        "device": case.q.device,
-        "dtype": case.q.dtype,
-    }
-    return build_attention(name, **{**arguments, **changes})
+from freetoken.runner.attention import AttentionBackend
+from runner.attention_batches import BOUND, Case, build, captured, make_case, relative_rms
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
@@ -93,12 +79,6 @@ def test_empty_batch() -> None:
     backend = build(case)
     backend.plan(fb)
     assert backend.forward(0, case.q[:0], fb).shape == (0, case.num_heads * 16)
-
-
-def captured(case: Case) -> Case:
-    limit = case.max_pages * case.kv.page_size
-    fb = dataclasses.replace(case.fb, captured=True, seq_lens_host=(), q_lens_host=(), decode_max_seq_len=limit)
-    return dataclasses.replace(case, fb=fb)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

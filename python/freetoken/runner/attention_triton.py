@@ -23,7 +23,9 @@ class TritonAttention(AttentionBackend):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         if self.head_dim % 8:
-            raise StartupError(f"the triton attention backend needs a head_dim that is a multiple of 8, not {self.head_dim}")
+            raise StartupError(
+                f"the triton attention backend needs a head_dim that is a multiple of 8, not {self.head_dim}"
+            )
         self._num_sms, capability = 16, (8, 0)
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count

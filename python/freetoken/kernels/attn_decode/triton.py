@@ -192,6 +192,7 @@ def attn_decode_triton(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
     if config.splits > 1:
         _join_kernel[(num_heads, batch)](
@@ -209,4 +210,5 @@ def attn_decode_triton(
             STEP=8,
             num_warps=4 if head_dim >= 128 else 2,
             num_stages=2,
+            enable_fp_fusion=True,
         )

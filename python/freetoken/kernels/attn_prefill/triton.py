@@ -161,4 +161,5 @@ def attn_prefill_triton(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
