@@ -1,0 +1,214 @@
+"""One-query attention over paged KV: each sequence cut into parts, and a second kernel that joins them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from freetoken.kernels.attn_decode.config import DecodeConfig, next_power_of_two
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def tile_offsets(page_ids, pos, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
+    """Element offset of each token's K or V row in ``[pages, KV_HEADS, PAGE, D]``."""
+    return page_ids.to(tl.int64) * (KV_HEADS * PAGE * D) + (kv_head * PAGE + pos % PAGE) * D
+
+
+@triton.jit
+def softmax_step(s, v, acc, row_max, row_sum):
+    """Fold base-2 scores ``s [M, N]`` and values ``v [N, D]`` into the running softmax."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    rescale = tl.exp2(row_max - new_max)
+    p = tl.exp2(s - new_max[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def _share_of(seq_len, min_share, splits, BLOCK_N: tl.constexpr):
+    """Tokens in each part of a sequence; the number of parts in use is ``cdiv(seq_len, share)``."""
+    return tl.maximum(min_share, tl.cdiv(tl.cdiv(seq_len, splits), BLOCK_N) * BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["table_stride", "q_stride", "min_share", "splits"])
+def _split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale,
+    table_stride,
+    q_stride,
+    min_share,
+    splits,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    share = _share_of(seq_len, min_share, splits, BLOCK_N)
+    start = split * share
+    if start >= seq_len:
+        return
+    end = tl.minimum(start + share, seq_len)
+
+    offs_n, offs_d, offs_g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
+    heads = kv_head * GROUP + offs_g
+    head_mask = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
+    q_rows = b.to(tl.int64) * (tl.cast(q_stride, tl.int64) * 8)
+    q = tl.load(q_ptr + q_rows + heads[:, None] * D + offs_d[None, :], mask=head_mask, other=0.0)
+    table = table_ptr + tl.load(rows_ptr + b) * table_stride
+
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    # A block's page numbers are read one block ahead: K and V addresses never wait for them.
+    page_ids = tl.load(table + (start + offs_n) // PAGE, mask=start + offs_n < end, other=0)
+    for n in range(start, end, BLOCK_N):
+        pos = n + offs_n
+        offsets = tile_offsets(page_ids, pos, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
+        page_ids = tl.load(table + (pos + BLOCK_N) // PAGE, mask=pos + BLOCK_N < end, other=0)
+        mask = (pos < end)[:, None] & (offs_d < D)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where((pos < end)[None, :], s, float("-inf"))
+        acc, row_max, row_sum = softmax_step(s, v, acc, row_max, row_sum)
+
+    acc = acc / row_sum[:, None]
+    slots = b.to(tl.int64) * HEADS + heads
+    if share >= seq_len:
+        out_offsets = slots[:, None] * D + offs_d[None, :]
+        tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=head_mask)
+    else:
+        slots = slots * splits + split
+        tl.store(partial_ptr + slots[:, None] * D + offs_d[None, :], acc, mask=head_mask)
+        tl.store(lse_ptr + slots, row_max + tl.log2(row_sum), mask=offs_g < GROUP)
+
+
+@triton.jit(do_not_specialize=["min_share", "splits"])
+def _join_kernel(
+    partial_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    min_share,
+    splits,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    head, b = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + b)
+    share = _share_of(seq_len, min_share, splits, BLOCK_N)
+    if share >= seq_len:
+        return
+    used = tl.cdiv(seq_len, share)
+    slot = b.to(tl.int64) * HEADS + head
+    offs_s, offs_t, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, STEP), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + slot * splits + offs_s, mask=offs_s < used, other=float("-inf"))
+    top = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - top), 0)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, used, STEP):
+        part = first + offs_t
+        weight = tl.exp2(tl.load(lse_ptr + slot * splits + part, mask=part < used, other=float("-inf")) - top)
+        offsets = (slot * splits + part)[:, None] * D + offs_d[None, :]
+        mask = (part < used)[:, None] & (offs_d < D)[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), 0)
+    tl.store(out_ptr + slot * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
+    """Float32 elements that :func:`attn_decode_triton` needs for partial results; 0 with one part."""
+    return batch * num_heads * splits * (head_dim + 1) if splits > 1 else 0
+
+
+def attn_decode_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    config: DecodeConfig,
+    workspace: torch.Tensor,
+) -> None:
+    """Write the attention of ``q [B, heads, head_dim]`` into ``out`` (same shape, contiguous).
+
+    Arguments as for ``attn_decode_reference``; ``q`` may have any row stride that is a multiple of 8 elements.
+    ``workspace`` is float32 of at least :func:`workspace_size` elements. Launches one kernel, or two when
+    ``config.splits > 1``; both depend on host facts only, so they can be captured.
+    """
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads, page_size = k_cache.shape[1], k_cache.shape[2]
+    if batch == 0:
+        return
+    numel = batch * num_heads * config.splits
+    partial, lse = workspace[: numel * head_dim], workspace[numel * head_dim :]
+    block_d = max(16, next_power_of_two(head_dim))
+    _split_kernel[(num_kv_heads, config.splits, batch)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        rows,
+        seq_lens,
+        out,
+        partial,
+        lse,
+        scale * LOG2_E,
+        page_table.stride(0),
+        q.stride(0) // 8,
+        config.min_share,
+        config.splits,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK_G=max(16, next_power_of_two(num_heads // num_kv_heads)),
+        BLOCK_D=block_d,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+    if config.splits > 1:
+        _join_kernel[(num_heads, batch)](
+            partial,
+            lse,
+            seq_lens,
+            out,
+            config.min_share,
+            config.splits,
+            HEADS=num_heads,
+            D=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_N=config.block_n,
+            BLOCK_S=next_power_of_two(config.splits),
+            STEP=8,
+            num_warps=4 if head_dim >= 128 else 2,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
