@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import SamplingParams
+from freetoken.scheduler.radix import Node
 
 
 class Status(enum.Enum):
@@ -24,8 +28,13 @@ class Req:
     ``ids`` is the prompt and every output token already drained to the host. ``in_flight`` counts tokens sampled by steps
     that were launched and not yet drained: their ids exist on the device alone. ``computed`` is the number of leading
     tokens whose KV is written once all launched steps have run. ``pages`` hold positions ``[i * page_size, (i + 1) *
-    page_size)`` in order; the first ``shared_pages`` of them belong to the prefix cache. ``row`` is the request's row in
-    the runner's tables, -1 while it waits.
+    page_size)`` in order; the first ``shared_pages`` of them belong to the prefix cache and end at its ``node``, which
+    the request holds locked. ``row`` is the request's row in the runner's tables, -1 while it waits.
+
+    ``pending`` counts launched and undrained steps that name the request: until it is 0 nothing the request holds may be
+    given to another. ``key`` is ``ids`` as of the last time the request was queued, packed for the prefix cache.
+    ``keep_private`` says that other pages with this prompt's content are in the cache, so these enter it (or are freed)
+    only when the request ends. ``bypassed`` counts later arrivals admitted before it.
     """
 
     rid: str
@@ -43,10 +52,14 @@ class Req:
     shared_pages: int = 0
     computed: int = 0
     in_flight: int = 0
+    pending: int = 0
     cached_tokens: int = 0
     admitted: bool = False
-    aborted: bool = False
-    node: object = None
+    retractions: int = 0
+    bypassed: int = 0
+    keep_private: bool = False
+    key: array[int] = field(default_factory=lambda: array("i"))
+    node: Node | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     queue_seconds: float | None = None
 
@@ -61,8 +74,7 @@ class Req:
         return self.total_len - self.prompt_len
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """One request's part in one step: positions ``[start, start + length)``.
 
     A decode slice (``decode=True``, ``length`` 1) takes its input id from the runner's last sampled id of ``req.row``; a
@@ -93,11 +105,11 @@ class ScheduleBatch:
     prefills: list[Slice]
     new_rows: list[Req] = field(default_factory=list)
 
-    @property
+    @cached_property
     def slices(self) -> list[Slice]:
         return [*self.decodes, *self.prefills]
 
-    @property
+    @cached_property
     def sampled(self) -> list[Slice]:
         """Slices that draw a token, in the order of :attr:`StepResult.ids`."""
         return [s for s in self.slices if s.sample]

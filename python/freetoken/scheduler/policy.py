@@ -1,0 +1,104 @@
+"""What runs next, decided from plain numbers (torch-free).
+
+A step is every stream's next token first, then prompt pieces up to the token budget. A request is admitted when its
+prompt, and the share of their output that all running requests are expected to produce, fit the memory that is free or
+can be taken back from the prefix cache. When the expectation was too low, the youngest request gives its memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RATIO_START = 0.5
+"""Share of its remaining ``max_new_tokens`` a request is expected to use before anything was observed: most replies end
+on a stop token well before their limit, and half leaves room for those that do not."""
+
+RATIO_FLOOR = 0.1
+"""The expectation never falls below this, so that memory is never filled by prompts alone."""
+
+RATIO_DECAY_STEPS = 500
+"""Decode steps from start to floor: about the length of a long reply, so one generation without a shortage is the
+evidence for admitting more."""
+
+RATIO_RISE = 0.2
+"""Added on a retraction. It undoes 250 quiet steps: a retraction costs a whole prefill, a late admission only waiting."""
+
+EXPECTED_NEW_TOKENS_CAP = 4096
+"""Largest remaining output the estimate considers. A request without a limit may run to the end of the context, and
+reserving a share of that for each would leave the machine empty."""
+
+QUEUE_WINDOW = 128
+"""Waiting requests looked at in one step, which bounds the work of planning whatever the queue's length."""
+
+MAX_BYPASS = 32
+"""Later arrivals the longest-prefix order may let past one request before it goes by arrival."""
+
+SHARED_PREFIX_TOKENS = 256
+"""A waiting request that would recompute at least this much of a prompt being computed right now waits for it instead:
+the wait is a step or two, and this many tokens cost more than that."""
+
+
+def prefill_budget(decodes: int, chunked_prefill_size: int, max_prefill_tokens: int) -> int:
+    """Prompt tokens the step may take beside ``decodes`` streams.
+
+    With streams running the whole step, they included, stays within ``chunked_prefill_size``; at least one prompt token
+    is granted, or a budget below the number of streams would stop all prefill.
+    """
+    if decodes == 0:
+        return max_prefill_tokens
+    return max(1, chunked_prefill_size - decodes)
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens`` tokens."""
+    return -(-tokens // page_size)
+
+
+class NewTokenRatio:
+    """The expected share of remaining output: falls while memory suffices, rises when it did not."""
+
+    def __init__(self) -> None:
+        self.value = RATIO_START
+
+    def decoded(self) -> None:
+        """One more decode step went by without a shortage."""
+        self.value = max(RATIO_FLOOR, self.value - (RATIO_START - RATIO_FLOOR) / RATIO_DECAY_STEPS)
+
+    def retracted(self) -> None:
+        self.value = min(1.0, self.value + RATIO_RISE)
+
+
+def expected_pages(total_len: int, remaining_new: int, held_pages: int, ratio: float, page_size: int) -> int:
+    """Pages a request is expected to take beyond the ``held_pages`` it has."""
+    expected = total_len + int(ratio * min(remaining_new, EXPECTED_NEW_TOKENS_CAP))
+    return max(0, pages_for(expected, page_size) - held_pages)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the order of the queue depends on. ``bypassed`` counts later arrivals that were admitted before it."""
+
+    arrival: int
+    retracted: bool
+    cached_pages: int
+    bypassed: int
+
+
+def longest_prefix_order(waiting: Sequence[Waiting]) -> list[int]:
+    """Indices of ``waiting``, next first: retracted requests, then starved ones, then by cached prefix, by arrival."""
+
+    def rank(index: int) -> tuple[int, int, int]:
+        item = waiting[index]
+        if item.retracted:
+            return 0, 0, item.arrival
+        if item.bypassed >= MAX_BYPASS:
+            return 1, 0, item.arrival
+        return 2, -item.cached_pages, item.arrival
+
+    return sorted(range(len(waiting)), key=rank)
+
+
+def victim(arrivals: Sequence[int]) -> int:
+    """Index of the request to retract: the youngest, so that the oldest always gets on."""
+    return max(range(len(arrivals)), key=arrivals.__getitem__)

@@ -1,0 +1,515 @@
+"""The step loop: plan a step, launch it, drain the one before it (torch-free).
+
+With overlap one step is in flight while the next is planned: what it will have done to lengths is known, the ids it
+sampled are not. A request that turns out to have ended on a stop token may therefore sit in one step more; that step's
+token is thrown away. Whatever a launched step reads or writes stays where it is until that step has been drained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from freetoken.errors import RequestError
+from freetoken.messages import AddRequest, Finish, RequestOutput, SchedulerStats, TokenLogprob
+from freetoken.scheduler import invariants, policy
+from freetoken.scheduler.admission import build_request, check_queue
+from freetoken.scheduler.allocator import page_allocator, row_allocator
+from freetoken.scheduler.meter import Meter
+from freetoken.scheduler.radix import RadixCache, as_key
+from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
+from freetoken.server_args import Config
+
+
+class Runner(Protocol):
+    """What the scheduler needs of a model runner. Steps run in the order of their launch."""
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages, page 0 (padding) included."""
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that can be resident at once."""
+
+    def launch(self, batch: ScheduleBatch) -> Any:
+        """Start a step and return a handle for :meth:`collect`, without waiting for it."""
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a step and return what it produced."""
+
+
+class Flight(NamedTuple):
+    """A launched step that has not been drained."""
+
+    batch: ScheduleBatch
+    handle: Any
+
+
+class Scheduler:
+    """Continuous batching over one runner. Not thread-safe: one loop calls everything.
+
+    :meth:`add` and :meth:`abort` never raise for what a client sent; their answers come out of the next :meth:`step`.
+    Every request added gives exactly one output with ``finish`` set.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        check_invariants: bool = False,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self.pages = page_allocator(runner.num_pages)
+        self.rows = row_allocator(runner.max_rows)
+        self.tree = RadixCache(config.page_size)
+        self.waiting: OrderedDict[str, Req] = OrderedDict()
+        self.resident: dict[int, Req] = {}
+        """Requests that hold a row and pages, by arrival, in order of admission; ended ones until they are drained."""
+        self.decoding: list[Req] = []
+        """Resident requests with another token to schedule after their prefill."""
+        self.partial: Req | None = None
+        """The one request whose prefill is under way."""
+        self.flights: deque[Flight] = deque()
+        self.live: dict[str, Req] = {}
+        """Requests whose terminal message is still to come."""
+        self.queued_tokens = 0
+        self._clock = clock
+        self._check_invariants = check_invariants
+        self._page_size = config.page_size
+        self._ratio = policy.NewTokenRatio()
+        self._computing: list[Req] = []
+        self._outputs: list[RequestOutput] = []
+        self._arrivals = 0
+        self._stats = SchedulerStats(total_tokens=self.pages.total * config.page_size, rows_total=runner.max_rows)
+        self._meter = Meter(clock)
+
+    # --- what the process calls --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to do, undelivered outputs included."""
+        return bool(self.live or self.flights or self._outputs)
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request, or refuse it with one terminal output."""
+        try:
+            if message.rid in self.live:
+                raise RequestError(f"a request with id {message.rid!r} is already running", param="rid")
+            check_queue(len(message.ids), len(self.waiting), self.queued_tokens, self.config)
+            pool_tokens = self.pages.total * self._page_size
+            req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
+        except RequestError as error:
+            finish = Finish("error", None, error.message, error.status, error.code, error.param)
+            self._outputs.append(RequestOutput(message.rid, [], len(message.ids), 0, 0, finish))
+            return
+        self._arrivals += 1
+        self.live[req.rid] = req
+        self.waiting[req.rid] = req
+        self.queued_tokens += len(req.ids)
+
+    def abort(self, rid: str | None) -> None:
+        """End one request, or all with ``None``; nothing for an id that is not live."""
+        chosen = list(self.live.values()) if rid is None else [self.live[rid]] if rid in self.live else []
+        for req in chosen:
+            self._end(req, Finish("abort", message="the request was aborted"))
+        self._forget_ended()
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch one step, drain what is due, and return all outputs since the last call."""
+        batch = self._plan()
+        if batch is not None:
+            self.flights.append(Flight(batch, self.runner.launch(batch)))
+            self._stats.steps += 1
+        due = len(self.flights) - (1 if batch is not None and self.config.overlap else 0)
+        for _ in range(due):
+            self._drain_oldest()
+        if self._check_invariants:
+            self.check()
+        elif not self.live and not self.flights:
+            invariants.check_idle(self)
+        if not self.live:
+            self._meter.stop()
+        return self._take_outputs()
+
+    def drain(self) -> list[RequestOutput]:
+        """Wait for every launched step without launching another, and return the outputs."""
+        while self.flights:
+            self._drain_oldest()
+        return self._take_outputs()
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; ``False`` and no change while any request is waiting or running."""
+        if self.live or self.flights:
+            return False
+        self.pages.free(self.tree.clear())
+        return True
+
+    def stats(self) -> SchedulerStats:
+        """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those in the tree."""
+        stats = self._stats
+        stats.running = len(self.live) - len(self.waiting)
+        stats.queued = len(self.waiting)
+        stats.used_tokens = (self.pages.used_count - self.tree.evictable_pages) * self._page_size
+        stats.cached_pool_tokens = self.tree.total_pages * self._page_size
+        stats.rows_used = self.rows.used_count
+        stats.gen_throughput = self._meter.rate()
+        return msgspec.structs.replace(stats)
+
+    def check(self) -> None:
+        """The invariant battery; :class:`~freetoken.scheduler.invariants.InvariantError` names what does not add up."""
+        invariants.check(self)
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> ScheduleBatch | None:
+        retractions = self._stats.retractions
+        decodes = self._plan_decodes()
+        prefills: list[Slice] = []
+        new_rows: list[Req] = []
+        # What a retraction freed is for the streams: admitting in the same step would take it away again.
+        if self._stats.retractions == retractions:
+            self._plan_prefills(len(decodes), prefills, new_rows)
+        if not decodes and not prefills:
+            return None
+        return ScheduleBatch(self._stats.steps, decodes, prefills, new_rows)
+
+    def _plan_decodes(self) -> list[Slice]:
+        self._make_room_for_decodes()
+        if not self.decoding:
+            return []
+        self._ratio.decoded()
+        slices = []
+        exhausted = False
+        for req in self.decoding:
+            start = req.computed
+            index = len(req.ids) + req.in_flight - req.prompt_len
+            slices.append(Slice(req, start, 1, True, True, index))
+            req.computed = start + 1
+            req.in_flight += 1
+            req.pending += 1
+            exhausted = exhausted or index + 1 >= req.max_new_tokens
+        if exhausted:
+            self.decoding = [r for r in self.decoding if r.num_output < r.max_new_tokens]
+        return slices
+
+    def _make_room_for_decodes(self) -> None:
+        """Give every decoding request the page its next position lies in; drain and retract where memory is short."""
+        size = self._page_size
+        while True:
+            growing = [r for r in self.decoding if r.computed == len(r.pages) * size]
+            if self._reserve(len(growing)):
+                break
+            if self.flights:
+                # A retraction needs the sampled ids on the host, and the drained step may end requests anyway.
+                self._drain_oldest()
+            else:
+                self._retract_youngest()
+        for req, page in zip(growing, self.pages.allocate(len(growing))):
+            req.pages.append(page)
+
+    def _reserve(self, count: int) -> bool:
+        """Have ``count`` pages free, out of the prefix cache if need be; ``False`` and no change if that is not enough."""
+        short = count - self.pages.free_count
+        if short > self.tree.evictable_pages:
+            return False
+        if short > 0:
+            self.pages.free(self.tree.evict(short))
+        return True
+
+    def _retract_youngest(self) -> None:
+        """Put the youngest resident request back in the queue. Only with no step in flight."""
+        residents = list(self.resident.values())
+        req = residents[policy.victim([r.arrival for r in residents])]
+        if len(residents) == 1:
+            self._end(req, self._out_of_memory(req))
+            self._forget_ended()
+            return
+        self._ratio.retracted()
+        self._stats.retractions += 1
+        self._release(req)
+        self.decoding = [r for r in self.decoding if r is not req]
+        if self.partial is req:
+            self.partial = None
+        req.status = Status.WAITING
+        req.computed = 0
+        req.retractions += 1
+        req.key = as_key(req.ids)
+        if req.num_output == 0:
+            req.prompt_logprobs = None
+        self.waiting[req.rid] = req
+        self.waiting.move_to_end(req.rid, last=False)
+        self.queued_tokens += len(req.ids)
+
+    def _out_of_memory(self, req: Req) -> Finish:
+        message = (
+            f"the KV cache of {self.pages.total * self._page_size} tokens is too small for this request's "
+            f"{len(req.ids)} tokens; raise --max-total-tokens or --mem-fraction-static"
+        )
+        return Finish("error", None, message, 500, "out_of_memory", None)
+
+    def _plan_prefills(self, decodes: int, prefills: list[Slice], new_rows: list[Req]) -> None:
+        budget = policy.prefill_budget(decodes, self.config.chunked_prefill_size, self.config.max_prefill_tokens)
+        if self.partial is not None:
+            budget -= self._add_piece(self.partial, budget, prefills)
+        if budget <= 0 or self.partial is not None or not self.waiting or not self.rows.free_count:
+            return
+        expected = sum(
+            self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
+        )
+        for req in self._queue_order():
+            if self._waits_for_prefix(req):
+                continue
+            if self.resident:
+                expected += self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
+            if not self._admit(req, expected):
+                if not self.resident:
+                    # Nobody will ever give memory back.
+                    self._end(req, self._out_of_memory(req))
+                break
+            new_rows.append(req)
+            budget -= self._add_piece(req, budget, prefills)
+            if budget <= 0 or self.partial is not None or not self.rows.free_count:
+                break
+        if self.config.schedule_policy == "lpm" and new_rows:
+            self._count_bypassed(new_rows)
+
+    def _queue_order(self) -> list[Req]:
+        window = list(itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW))
+        if self.config.schedule_policy == "fcfs" or len(window) < 2:
+            return window
+        facts = [policy.Waiting(r.arrival, r.retractions > 0, self._cached_pages(r), r.bypassed) for r in window]
+        return [window[i] for i in policy.longest_prefix_order(facts)]
+
+    def _count_bypassed(self, admitted: list[Req]) -> None:
+        for req in itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW):
+            req.bypassed += sum(other.arrival > req.arrival for other in admitted)
+
+    def _matches(self, req: Req) -> bool:
+        """Whether the request may take pages from the tree: log-probabilities of the prompt need it computed."""
+        return self.config.radix_cache and not self._wants_prompt_logprobs(req)
+
+    def _wants_prompt_logprobs(self, req: Req) -> bool:
+        return req.sampling.prompt_logprobs is not None and req.num_output == 0
+
+    def _matchable(self, req: Req) -> int:
+        """Tokens a prefix hit may cover: whole pages that leave at least the last token to compute."""
+        return (len(req.ids) - 1) // self._page_size * self._page_size
+
+    def _cached_pages(self, req: Req) -> int:
+        return self.tree.match_length(req.key[: self._matchable(req)]) if self._matches(req) else 0
+
+    def _waits_for_prefix(self, req: Req) -> bool:
+        """Whether a resident request is computing a long part of this prompt that is not in the tree yet."""
+        if not self._computing or not self._matches(req):
+            return False
+        start = self._cached_pages(req) * self._page_size
+        end = start + policy.SHARED_PREFIX_TOKENS
+        if end > self._matchable(req):
+            return False
+        return any(
+            other.key[start:end] == req.key[start:end] and other.key[:start] == req.key[:start]
+            for other in self._computing
+        )
+
+    def _admit(self, req: Req, expected: int) -> bool:
+        """Give the request its row, its cached prefix and pages for all it has to compute; ``False`` if memory is short.
+
+        ``expected`` pages must stay available for the output of the running requests and this one.
+        """
+        shared: list[int] = []
+        node = self.tree.root
+        if self._matches(req):
+            shared, node = self.tree.match(req.key[: self._matchable(req)])
+        self.tree.lock(node)
+        needed = policy.pages_for(len(req.ids), self._page_size) - len(shared)
+        if needed + expected > self.pages.free_count + self.tree.evictable_pages or not self._reserve(needed):
+            self.tree.unlock(node)
+            return False
+        del self.waiting[req.rid]
+        self.queued_tokens -= len(req.ids)
+        self.resident[req.arrival] = req
+        req.status = Status.RUNNING
+        req.row = self.rows.allocate(1)[0]
+        req.pages = shared + self.pages.allocate(needed)
+        req.shared_pages = len(shared)
+        req.node = node
+        req.computed = len(shared) * self._page_size
+        req.keep_private = not self.config.radix_cache
+        if not req.keep_private:
+            self._computing.append(req)
+        if not req.admitted:
+            self._first_admission(req)
+        return True
+
+    def _first_admission(self, req: Req) -> None:
+        req.admitted = True
+        req.cached_tokens = req.computed
+        req.queue_seconds = self._clock() - req.arrival_time
+        self._stats.prompt_tokens += req.prompt_len
+        self._stats.cached_tokens += req.cached_tokens
+
+    def _expected_pages(self, req: Req, held: int) -> int:
+        total = req.total_len
+        left = req.max_new_tokens - (total - req.prompt_len)
+        return policy.expected_pages(total, left, held, self._ratio.value, self._page_size)
+
+    def _add_piece(self, req: Req, budget: int, prefills: list[Slice]) -> int:
+        """Schedule the next piece of a prefill and return its length."""
+        start = req.computed
+        length = min(budget, len(req.ids) - start)
+        last = start + length == len(req.ids)
+        wants_logprobs = self._wants_prompt_logprobs(req)
+        prefills.append(Slice(req, start, length, False, last, len(req.ids) - req.prompt_len, wants_logprobs))
+        req.computed = start + length
+        req.pending += 1
+        self.partial = None if last else req
+        if last:
+            req.in_flight += 1
+            if req.num_output < req.max_new_tokens:
+                self.decoding.append(req)
+        return length
+
+    # --- draining ----------------------------------------------------------------------------------------------------
+
+    def _drain_oldest(self) -> None:
+        """Wait for the oldest launched step and apply it: append ids, find ends, share prefixes, free what ended."""
+        batch, handle = self.flights.popleft()
+        result = self.runner.collect(handle)
+        if len(result.ids) != len(batch.sampled):
+            raise invariants.InvariantError(f"step {batch.step} gave {len(result.ids)} ids for {len(batch.sampled)}")
+        logprobs: Iterable[TokenLogprob | None] = result.logprobs or itertools.repeat(None)
+        drawn = zip(result.ids, logprobs)
+        for piece in batch.decodes:
+            token, logprob = next(drawn)
+            self._apply(piece.req, token, logprob)
+        for piece in batch.prefills:
+            req = piece.req
+            if req.status is Status.RUNNING:
+                if piece.prompt_logprobs:
+                    self._extend_prompt_logprobs(req, result)
+                self._share_prefix(piece)
+            if piece.sample:
+                token, logprob = next(drawn)
+                self._apply(req, token, logprob)
+            else:
+                self._done_with_step(req)
+        self._forget_ended()
+
+    def _extend_prompt_logprobs(self, req: Req, result: StepResult) -> None:
+        if req.prompt_logprobs is None:
+            # Nothing precedes the first token, so it has no probability.
+            req.prompt_logprobs = [TokenLogprob(req.ids[0], None)]
+        req.prompt_logprobs.extend(result.prompt_logprobs.get(req.rid, ()))
+
+    def _apply(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """Take the token a drained step sampled for ``req``; one of an ended request is thrown away."""
+        req.in_flight -= 1
+        if req.status is not Status.RUNNING:
+            self._done_with_step(req)
+            return
+        req.pending -= 1
+        req.ids.append(token)
+        count = len(req.ids) - req.prompt_len
+        finish = None
+        if token in req.stop_ids and count > req.sampling.min_new_tokens:
+            finish = Finish("stop", token)
+        elif count >= req.max_new_tokens:
+            finish = Finish("length")
+        output = RequestOutput(req.rid, [token], req.prompt_len, count, req.cached_tokens, finish)
+        if logprob is not None:
+            output.logprobs = [logprob]
+        if count == 1:
+            output.prompt_logprobs = req.prompt_logprobs
+            output.queue_seconds = req.queue_seconds
+        self._meter.count(1)
+        self._stats.generation_tokens += 1
+        self._outputs.append(output)
+        if finish is not None:
+            self._close(req)
+
+    def _done_with_step(self, req: Req) -> None:
+        req.pending -= 1
+        if req.status is Status.FINISHED and req.pending == 0:
+            self._release(req)
+
+    def _share_prefix(self, piece: Slice) -> None:
+        """Put the pages a drained prefill piece has completed into the tree, for others to match while this one runs.
+
+        When the tree already holds other pages for them, a running step may be using ours: they stay private until the
+        request ends.
+        """
+        req = piece.req
+        end = piece.start + piece.length
+        full = end // self._page_size
+        if not req.keep_private and full > req.shared_pages:
+            key = req.key[: full * self._page_size]
+            if self.tree.match_length(key) > req.shared_pages:
+                req.keep_private = True
+            else:
+                node, _ = self.tree.insert(key, req.pages[:full])
+                self.tree.lock(node)
+                assert req.node is not None
+                self.tree.unlock(req.node)
+                req.node = node
+                req.shared_pages = full
+        if req.keep_private or end == len(req.key):
+            self._stop_computing(req)
+
+    def _stop_computing(self, req: Req) -> None:
+        self._computing = [r for r in self._computing if r is not req]
+
+    def _end(self, req: Req, finish: Finish) -> None:
+        """End a live request for a reason other than its own tokens, with its terminal message."""
+        count = len(req.ids) - req.prompt_len
+        self._outputs.append(RequestOutput(req.rid, [], req.prompt_len, count, req.cached_tokens, finish))
+        self._close(req)
+
+    def _close(self, req: Req) -> None:
+        """The terminal message is out: free what the request holds, now or when the last step naming it is drained."""
+        waited = req.status is Status.WAITING
+        req.status = Status.FINISHED
+        del self.live[req.rid]
+        if waited:
+            del self.waiting[req.rid]
+            self.queued_tokens -= len(req.ids)
+        elif req.pending == 0:
+            self._release(req)
+
+    def _forget_ended(self) -> None:
+        """Take ended requests out of what the next step is planned from."""
+        if self.partial is not None and self.partial.status is Status.FINISHED:
+            self.partial = None
+        if any(r.status is Status.FINISHED for r in self.decoding):
+            self.decoding = [r for r in self.decoding if r.status is Status.RUNNING]
+
+    def _release(self, req: Req) -> None:
+        """Hand the full pages of a resident request to the tree, free the rest and its row."""
+        assert req.node is not None and req.pending == 0
+        if self.config.radix_cache:
+            full = min(req.computed, len(req.ids)) // self._page_size
+            _, unused = self.tree.insert(as_key(req.ids[: full * self._page_size]), req.pages[:full])
+            unused.extend(req.pages[full:])
+        else:
+            unused = req.pages
+        self.tree.unlock(req.node)
+        self.pages.free(unused)
+        self.rows.free((req.row,))
+        self._stop_computing(req)
+        del self.resident[req.arrival]
+        req.pages = []
+        req.shared_pages = 0
+        req.node = None
+        req.row = -1
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs

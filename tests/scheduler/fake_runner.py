@@ -1,0 +1,297 @@
+"""A runner without a model: its next token is a hash of the KV that can be read through the request's pages.
+
+It keeps a store of what every KV slot holds, so a page given away too early, a wrong position, a wrong input id or a
+missing piece of a prompt changes the text, or fails at once where the fault can be named. A step is carried out only
+when it is collected, from what was known at its launch: the latest moment a device may do so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from freetoken.hardware import Facts
+from freetoken.messages import AddRequest, RequestOutput, TokenLogprob
+from freetoken.models.config import ModelConfig
+from freetoken.sampling_params import SamplingParams
+from freetoken.scheduler.request import Req, ScheduleBatch, StepResult
+from freetoken.scheduler.scheduler import Scheduler
+from freetoken.server_args import Config, ServerArgs, resolve
+
+VOCAB = 50
+EOS = 7
+
+
+def make_config(*, overlap: bool = True, eos: tuple[int, ...] = (EOS,), context: int = 4096, **flags: Any) -> Config:
+    """A resolved configuration; ``overlap`` is set past the rule that turns it off on the CPU."""
+    model = ModelConfig(
+        architecture="LlamaForCausalLM",
+        name="fake",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_ids=eos,
+    )
+    args = ServerArgs(**{"device": "cpu", "page_size": 4, **flags})
+    config = resolve(args, Facts(0, False, 2, 2**30), model, model_path="fake", seed=11)
+    return dataclasses.replace(config, overlap=overlap)
+
+
+def next_token(sequence: array[int], seed: int, out_index: int, banned: frozenset[int]) -> int:
+    """The token after ``sequence``, as a sampler with a per-request seed would draw it."""
+    value = zlib.crc32(sequence.tobytes(), seed & 0xFFFFFFFF)
+    value = zlib.crc32(out_index.to_bytes(4, "little"), value)
+    while value % VOCAB in banned:
+        value = zlib.crc32(b"again", value)
+    return value % VOCAB
+
+
+def alone(
+    prompt: list[int], sampling: SamplingParams, seed: int, config: Config, pool_tokens: int
+) -> tuple[list[int], str, int | None]:
+    """``(ids, kind, matched)`` of a request served by nobody else, straight from the definitions."""
+    limit = min(config.context_length, pool_tokens) - len(prompt)
+    if sampling.max_new_tokens is not None:
+        limit = min(limit, sampling.max_new_tokens)
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(config.model.eos_token_ids))
+    ids: list[int] = []
+    for index in range(limit):
+        banned = frozenset(stops) if index < sampling.min_new_tokens else frozenset()
+        ids.append(next_token(array("i", prompt + ids), seed, index, banned))
+        if ids[-1] in stops and index >= sampling.min_new_tokens:
+            return ids, "stop", ids[-1]
+    return ids, "length", None
+
+
+@dataclass
+class _Work:
+    """A slice as it was at launch."""
+
+    arrival: int
+    rid: str
+    row: int
+    pages: tuple[int, ...]
+    start: int
+    input_ids: list[int] | None
+    length: int
+    sample: bool
+    out_index: int
+    seed: int
+    banned: frozenset[int]
+    logprobs: bool
+    prompt_logprobs: range
+
+
+@dataclass
+class _Row:
+    arrival: int
+    tokens: list[int] = field(default_factory=list)
+    scheduled: int = 0
+
+
+class FakeRunner:
+    """The runner protocol over a store of ``position * VOCAB + token`` per KV slot."""
+
+    def __init__(self, config: Config, num_pages: int, max_rows: int) -> None:
+        self.config = config
+        self.num_pages = num_pages
+        self.max_rows = max_rows
+        self.size = config.page_size
+        self.store = array("i", [-1]) * (num_pages * self.size)
+        self.rows: dict[int, _Row] = {}
+        self.flights: deque[tuple[int, list[_Work]]] = deque()
+        self.last_step = -1
+        self.prefill_tokens = 0
+        self.batches: list[tuple[int, int]] = []
+
+    def launch(self, batch: ScheduleBatch) -> int:
+        assert len(self.flights) <= int(self.config.overlap), "too many steps in flight"
+        assert batch.step > self.last_step, "steps go backwards"
+        self.last_step = batch.step
+        for req in batch.new_rows:
+            assert all(work.row != req.row for _, works in self.flights for work in works), "a row in use is reassigned"
+            self.rows[req.row] = _Row(req.arrival)
+        assert all(s.decode for s in batch.decodes) and not any(s.decode for s in batch.prefills)
+        self._check_budget(batch)
+        works = [self._prepare(piece.req, piece) for piece in batch.slices]
+        assert len({work.row for work in works}) == len(works), "a row is in the step twice"
+        self._check_writes(works)
+        self.flights.append((batch.step, works))
+        self.prefill_tokens += sum(piece.length for piece in batch.prefills)
+        self.batches.append((len(batch.decodes), batch.num_tokens))
+        return batch.step
+
+    def collect(self, handle: int) -> StepResult:
+        step, works = self.flights.popleft()
+        assert step == handle, "steps are collected out of order"
+        result = StepResult([], [])
+        for work in works:
+            self._execute(work, result)
+        return result
+
+    def pages_in_use(self) -> set[int]:
+        return {page for _, works in self.flights for work in works for page in work.pages}
+
+    def _check_budget(self, batch: ScheduleBatch) -> None:
+        decodes = len(batch.decodes)
+        assert batch.num_tokens > 0
+        if not decodes:
+            assert batch.num_tokens <= self.config.max_prefill_tokens
+        elif batch.prefills:
+            assert batch.num_tokens <= max(self.config.chunked_prefill_size, decodes + 1)
+
+    def _prepare(self, req: Req, piece: Any) -> _Work:
+        row = self.rows[req.row]
+        assert row.arrival == req.arrival, "a row belongs to another request"
+        assert all(0 < page < self.num_pages for page in req.pages) and len(set(req.pages)) == len(req.pages)
+        end = piece.start + piece.length
+        assert piece.length > 0 and end <= len(req.pages) * self.size, "no page for a position"
+        assert piece.start >= req.shared_pages * self.size, "a step writes into the prefix cache"
+        ids = None
+        if piece.decode:
+            assert piece.length == 1 and piece.sample
+            assert row.scheduled == piece.start, "a decode does not continue its row"
+        else:
+            ids = req.ids[piece.start : end]
+            assert len(ids) == piece.length
+            row.tokens = list(req.ids[:end])
+            assert piece.sample == (end == len(req.ids))
+        row.scheduled = end
+        ban = piece.out_index < req.sampling.min_new_tokens
+        asked = range(piece.start + 1, min(end + 1, req.prompt_len)) if piece.prompt_logprobs else range(0)
+        return _Work(
+            req.arrival,
+            req.rid,
+            req.row,
+            tuple(req.pages),
+            piece.start,
+            ids,
+            piece.length,
+            piece.sample,
+            piece.out_index,
+            req.seed,
+            req.stop_ids if ban else frozenset(),
+            req.sampling.logprobs is not None,
+            asked,
+        )
+
+    def _written(self, work: _Work) -> tuple[int, ...]:
+        return work.pages[work.start // self.size : (work.start + work.length - 1) // self.size + 1]
+
+    def _check_writes(self, works: list[_Work]) -> None:
+        others = [work for _, flight in self.flights for work in flight] + works
+        for work in works:
+            written = set(self._written(work))
+            for other in others:
+                if other.arrival != work.arrival:
+                    assert written.isdisjoint(other.pages), "a page of another request's step is written"
+
+    def _execute(self, work: _Work, result: StepResult) -> None:
+        row = self.rows.get(work.row)
+        tokens = row.tokens if row is not None and row.arrival == work.arrival else []
+        end = work.start + work.length
+        input_ids = work.input_ids
+        if input_ids is None:
+            assert len(tokens) == end, "a decode has no sampled id to start from"
+            input_ids = [tokens[work.start]]
+        for position, token in enumerate(input_ids, work.start):
+            page = work.pages[position // self.size]
+            self.store[page * self.size + position % self.size] = position * VOCAB + token
+        content = array("i")
+        for page in work.pages[: -(-end // self.size)]:
+            content.extend(self.store[page * self.size : (page + 1) * self.size])
+        sequence = array("i", [])
+        for position, value in enumerate(content[:end]):
+            assert value // VOCAB == position, f"{work.rid}: slot of position {position} holds {value // VOCAB}"
+            sequence.append(value % VOCAB)
+        # A later piece of the same prompt may have been launched already, so only the beginning is compared.
+        assert sequence.tolist() == tokens[:end], f"{work.rid}: the KV read is not that of the sequence"
+        if work.prompt_logprobs:
+            entries = [TokenLogprob(tokens[p], -float(p)) for p in work.prompt_logprobs]
+            result.prompt_logprobs[work.rid] = entries
+        if not work.sample:
+            return
+        drawn = next_token(sequence, work.seed, work.out_index, work.banned)
+        tokens.append(drawn)
+        result.ids.append(drawn)
+        assert result.logprobs is not None
+        result.logprobs.append(TokenLogprob(drawn, -1.0) if work.logprobs else None)
+
+
+class Harness:
+    """A scheduler over a :class:`FakeRunner`, and every output by request."""
+
+    def __init__(self, config: Config, num_pages: int = 64, max_rows: int = 8, clock: Any = None) -> None:
+        self.config = config
+        self.runner = FakeRunner(config, num_pages, max_rows)
+        self.ticks = 0
+        self.scheduler = Scheduler(config, self.runner, clock=clock or self._tick, check_invariants=True)
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.requests: dict[str, AddRequest] = {}
+        free = self.scheduler.pages.free
+
+        def checked_free(pages: Any) -> None:
+            pages = list(pages)
+            assert self.runner.pages_in_use().isdisjoint(pages), "a page is freed under a running step"
+            free(pages)
+
+        self.scheduler.pages.free = checked_free  # type: ignore[method-assign]
+
+    def _tick(self) -> float:
+        self.ticks += 1
+        return self.ticks * 0.001
+
+    @property
+    def pool_tokens(self) -> int:
+        return (self.runner.num_pages - 1) * self.config.page_size
+
+    def add(self, rid: str, ids: list[int], **sampling: Any) -> None:
+        request = AddRequest(rid, ids, SamplingParams(**{"seed": 3, **sampling}))
+        self.requests[rid] = request
+        self.scheduler.add(request)
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.scheduler.step()
+        for output in outputs:
+            self.outputs.setdefault(output.rid, []).append(output)
+        return outputs
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("the scheduler does not come to an end")
+
+    def ids(self, rid: str) -> list[int]:
+        return [token for output in self.outputs[rid] for token in output.ids]
+
+    def finish(self, rid: str) -> Any:
+        """The reason a request ended; checks that there is exactly one and that it comes last."""
+        ends = [output.finish for output in self.outputs[rid] if output.finish is not None]
+        assert len(ends) == 1 and self.outputs[rid][-1].finish is not None
+        assert self.outputs[rid][-1].completion_tokens == len(self.ids(rid))
+        return ends[0]
+
+    def check_text(self, rid: str) -> None:
+        """The text is that of the request alone; a prefix of it when it was aborted."""
+        request, finish = self.requests[rid], self.finish(rid)
+        seed = request.sampling.seed
+        assert seed is not None
+        ids, kind, matched = alone(request.ids, request.sampling, seed, self.config, self.pool_tokens)
+        if finish.kind == "abort":
+            assert self.ids(rid) == ids[: len(self.ids(rid))]
+        else:
+            assert (self.ids(rid), finish.kind, finish.matched) == (ids, kind, matched)
