@@ -1,0 +1,159 @@
+"""``python -m freetoken.launch_server``: start the scheduler, serve HTTP, and end both in good order (torch-free)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from freetoken import environ, hardware, server_args
+from freetoken.environ import EnvironmentValueError
+from freetoken.errors import RequestError, StartupError
+from freetoken.messages import Channel
+from freetoken.models.config import ModelConfig
+from freetoken.server.detokenizer import Tokenizer
+from freetoken.server.frontend import Frontend
+from freetoken.server.http import build_app
+from freetoken.server.lifecycle import HttpServer, Scheduler, listen, server_address
+from freetoken.server.metrics import kernel_table
+from freetoken.server.progress import Progress
+from freetoken.server_args import Config, ServerArgs
+
+log = logging.getLogger("freetoken")
+
+SCHEDULER = "freetoken.scheduler.process:run_scheduler"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the start needs to know of a checkpoint before any weight is read."""
+
+    path: str
+    model: ModelConfig
+    tokenizer: Tokenizer
+
+
+def open_model(args: ServerArgs) -> Opened:
+    """Read the model's description and tokenizer; :class:`StartupError` when they are not usable."""
+    from freetoken.loader import checkpoint, demo, tokenizer
+
+    path = args.model_path or str(demo.demo_model_path())
+    opened = checkpoint.open_checkpoint(path, args.load_format, server_args.model_overrides(args))
+    return Opened(path, opened.model, tokenizer.load_tokenizer(opened, args.tokenizer_path))
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    scheduler: str = SCHEDULER,
+    open_checkpoint: Callable[[ServerArgs], Opened] = open_model,
+) -> int:
+    """Run a server until it is told to stop; the exit code.
+
+    ``scheduler`` names the child's entry as ``module:function``; it is called with the configuration and the channel's
+    folder and returns the child's exit code.
+    """
+    try:
+        environ.validate()
+        args = server_args.parse(argv)
+        _set_up_logging(args.log_level)
+        with listen(args.host, args.port) as listener:
+            opened = open_checkpoint(args)
+            config = server_args.resolve(
+                args,
+                hardware.probe(),
+                opened.model,
+                model_path=opened.path,
+                seed=secrets.randbits(31),
+                tokenizer_size=opened.tokenizer.size,
+            )
+            for name, reason in config.reasons.items():
+                log.info("%s = %s: %s", name, getattr(config, name, ""), reason)
+            return uvloop.run(_serve(config, opened.tokenizer, listener, scheduler))
+    except (StartupError, EnvironmentValueError) as error:
+        print(f"freetoken: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, target: str) -> int:
+    channel = Channel.create()
+    progress = Progress(sys.stderr)
+    frontend = Frontend(config, tokenizer, channel, on_progress=progress.show)
+    try:
+        frontend.open()
+        server = HttpServer(build_app(frontend), frontend)
+        frontend.on_fatal = lambda reason: server.leave_soon()
+        child = Scheduler(target, config, channel.folder, frontend)
+        child.start()
+        http = asyncio.ensure_future(server.serve(sockets=[listener]))
+        startup = asyncio.ensure_future(_start_up(config, frontend, progress, server_address(listener)))
+        await asyncio.wait({http, startup}, return_when=asyncio.FIRST_COMPLETED)
+        failure = _failure(startup)
+        if failure is not None:
+            server.leave_soon()
+        await http
+        startup.cancel()
+        progress.close()
+        code = await child.stop(server.interrupted or failure is not None)
+        frontend.close()
+    finally:
+        channel.remove()
+    if failure is not None:
+        raise failure
+    if frontend.status.state == "failed":
+        raise StartupError(frontend.status.reason)
+    if server.interrupted:
+        return 128 + server.signals[-1]
+    return 0 if code == 0 or frontend.info == {} else 1
+
+
+def _failure(startup: asyncio.Future[None]) -> BaseException | None:
+    return startup.exception() if startup.done() and not startup.cancelled() else None
+
+
+async def _start_up(config: Config, frontend: Frontend, progress: Progress, address: str) -> None:
+    """Wait for the scheduler, warm up, open for clients and say so in one line."""
+    limit = float(environ.get("FREETOKEN_LAUNCH_TIMEOUT"))
+    try:
+        await asyncio.wait_for(frontend.wait_scheduler(), limit)
+        if not config.skip_server_warmup:
+            await frontend.probe(warm_up=True, tokens=2)
+    except asyncio.TimeoutError:
+        raise StartupError(f"the scheduler was not ready after {limit:g} seconds (FREETOKEN_LAUNCH_TIMEOUT)") from None
+    except RequestError as error:
+        raise StartupError(error.message) from None
+    frontend.mark_ready()
+    progress.close()
+    log.info(ready_line(config, frontend.info, address))
+
+
+def ready_line(config: Config, info: dict[str, Any], address: str) -> str:
+    """Address, model, what fits, and which kernels run, in one line."""
+    tokens = info.get("max_total_tokens") or config.max_total_tokens
+    running = info.get("max_running_requests") or config.max_running_requests
+    fits = f"{tokens:,} KV tokens, " if isinstance(tokens, int) else ""
+    kernels = ", ".join(f"{op} {impl}" for op, impl in kernel_table(info))
+    return (
+        f"ready at {address}: {config.served_model_name} ({config.dtype} on {config.device}), "
+        f"{fits}{running} running requests, attention {config.attention_backend}{'; ' if kernels else ''}{kernels}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

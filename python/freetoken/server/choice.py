@@ -1,0 +1,124 @@
+"""One sequence as the HTTP process follows it: outputs of the scheduler in, events for the client out (torch-free)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freetoken.errors import RequestError
+from freetoken.messages import Finish, RequestOutput, TokenLogprob
+from freetoken.sampling_params import SamplingParams
+from freetoken.server.detokenizer import OutputText, Tokenizer
+from freetoken.server.generation import GenEvent
+
+if TYPE_CHECKING:
+    from freetoken.server.frontend import Generation
+
+
+class Choice:
+    """The state of one sequence between two events.
+
+    Fields in the first group belong to the event loop, those in the second to the receiving thread.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        index: int,
+        rid: str,
+        ids: list[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        interval: int,
+        arrival: float,
+    ) -> None:
+        self.generation = generation
+        self.index = index
+        self.rid = rid
+        self.num_prompt_tokens = len(ids)
+        self.waiting = True
+        self.done = False
+
+        self.arrival = arrival
+        self.last_output = 0.0
+        self.counted = 0
+        self.ended = False
+        self.stop_matched = False
+        self._interval = interval
+        self._prompt_only = generation.spec.prompt_only
+        self._keep_stop = sampling.no_stop_trim
+        self._wants_logprobs = sampling.logprobs is not None
+        self._output = OutputText(tokenizer, sampling)
+        self._prompt_ids: list[int] | None = ids
+        self._prompt_logprobs: list[TokenLogprob] | None = None
+        self._parts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._first = True
+
+    def take(self, output: RequestOutput) -> GenEvent | None:
+        """Account for one step's output; the event to send now, or ``None`` to wait for more.
+
+        Sets ``ended`` with the last event, and ``stop_matched`` when a stop string ended what the scheduler goes on with.
+        """
+        finish, matched = output.finish, None
+        self._ids += output.ids
+        if output.logprobs:
+            self._logprobs += output.logprobs
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        if not self._prompt_only:
+            matched = self._add_text(output.ids, finish)
+        self.ended = finish is not None or matched is not None
+        self.stop_matched = matched is not None and finish is None
+        if not self.ended and not self._due():
+            return None
+        event = self._event(output)
+        if matched is not None:
+            event.finish, event.matched = "stop", matched
+        elif finish is not None:
+            self._finish(event, finish)
+        return event
+
+    def _add_text(self, ids: list[int], finish: Finish | None) -> str | None:
+        stop_token = finish is not None and finish.kind == "stop" and ids and ids[-1] == finish.matched
+        text, matched = self._output.push(ids[:-1] if stop_token and not self._keep_stop else ids)
+        if finish is not None and matched is None:
+            text += self._output.flush()
+            matched = self._output.stopped
+        if text:
+            self._parts.append(text)
+        return matched
+
+    def _due(self) -> bool:
+        if self._interval == 0:
+            return False
+        if self._first:
+            return True
+        return len(self._ids) >= self._interval and (self._wants_logprobs or bool(self._parts))
+
+    def _event(self, output: RequestOutput) -> GenEvent:
+        event = GenEvent(
+            self.index,
+            "".join(self._parts),
+            [] if self._prompt_only else self._ids,
+            self._logprobs if self._wants_logprobs and not self._prompt_only else None,
+            prompt_tokens=output.prompt_tokens or self.num_prompt_tokens,
+            completion_tokens=output.completion_tokens,
+            cached_tokens=output.cached_tokens,
+            prompt_ids=self._prompt_ids,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+        self._parts, self._ids, self._logprobs = [], [], []
+        self._prompt_ids = self._prompt_logprobs = None
+        self._first = False
+        return event
+
+    def _finish(self, event: GenEvent, finish: Finish) -> None:
+        event.finish, event.matched = finish.kind, finish.matched
+        if finish.kind == "error":
+            event.error = RequestError(
+                finish.message or "the request failed", status=finish.status, code=finish.code, param=finish.param
+            )
+        elif self._prompt_only and finish.kind != "abort":
+            event.finish, event.matched = "length", None

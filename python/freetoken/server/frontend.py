@@ -1,0 +1,572 @@
+"""Between HTTP and the scheduler: admission, template, tokeniser, detokeniser, aborts, and the scheduler's fate.
+
+Everything here runs on the event loop except :meth:`Frontend._prepare` (thread pool) and :class:`_Receiver` (one thread
+that blocks on the scheduler's socket and hands each step's events over in one piece). Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from freetoken import messages
+from freetoken.errors import RequestError
+from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, StepOutput, ToScheduler
+from freetoken.sampling_params import SamplingParams
+from freetoken.server.choice import Choice
+from freetoken.server.detokenizer import Tokenizer
+from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
+from freetoken.server.metrics import Metrics
+from freetoken.server.template import ChatTemplate
+from freetoken.server_args import Config
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT = 60.0
+_RETRY_QUEUE = 1
+_RETRY_LOADING = 5
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+@dataclass
+class Status:
+    """``state`` is ``loading``, ``ready``, ``draining`` or ``failed``; the rest says how far loading is, or why not."""
+
+    state: str = "loading"
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    reason: str = ""
+
+
+class Generation:
+    """One client request on its way. Made by :meth:`Frontend.admit`; :meth:`close` must be called in the end."""
+
+    def __init__(self, frontend: Frontend, spec: GenSpec, reserved_tokens: int) -> None:
+        self.spec = spec
+        self.created = int(time.time())
+        self.choices: list[Choice] = []
+        self.reserved_tokens = reserved_tokens
+        self.aborted = False
+        self._frontend = frontend
+        self._open = spec.num_choices
+        self._pending: dict[int, GenEvent] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._gone = False
+        self.failure: RequestError | None = None
+
+    async def start(self) -> None:
+        """Render, tokenise, check and send. Raises :class:`RequestError`, or :class:`ClientGone` if so."""
+        await self._frontend.start(self)
+        self.check_client()
+
+    def check_client(self) -> None:
+        if self._gone:
+            raise ClientGone
+
+    async def next(self) -> list[GenEvent]:
+        """All events since the last call, at least one, one a choice; an empty list once every choice has ended.
+
+        Raises :class:`ClientGone` after :meth:`cancel`.
+        """
+        while True:
+            self.check_client()
+            if self._pending:
+                events = list(self._pending.values())
+                self._pending = {}
+                return events
+            if self._open == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def put(self, event: GenEvent) -> None:
+        """Add an event; one the consumer has not taken yet grows instead."""
+        if event.finish is not None:
+            self._open -= 1
+        earlier = self._pending.get(event.index)
+        if earlier is None:
+            self._pending[event.index] = event
+        else:
+            earlier.merge(event)
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """The client is gone: stop generating and wake the consumer."""
+        self._gone = True
+        self.close()
+        self.wake()
+
+    def end_all(self, finish: str, error: RequestError | None) -> None:
+        """Give every choice that is still open its last event; :meth:`Frontend.forget` must follow."""
+        self.failure = error
+        for index in range(self.spec.num_choices):
+            if index >= len(self.choices) or not self.choices[index].done:
+                self.put(GenEvent(index, finish=finish, error=error))
+        self.wake()
+
+    def close(self) -> None:
+        """Abort whatever still runs. Idempotent."""
+        self._frontend.forget(self)
+
+
+class _Receiver(threading.Thread):
+    """Blocks on the scheduler's socket; detokenises a whole step before it wakes the event loop once."""
+
+    def __init__(self, frontend: Frontend, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="freetoken-receiver", daemon=True)
+        self._frontend, self._socket, self._loop = frontend, socket, loop
+
+    def run(self) -> None:
+        while True:
+            data = self._socket.recv()
+            if not data:
+                return
+            try:
+                message = messages.decode_to_frontend(data)
+                if isinstance(message, StepOutput):
+                    batch = self._step(message)
+                    if batch:
+                        self._loop.call_soon_threadsafe(self._frontend.deliver, batch)
+                else:
+                    self._loop.call_soon_threadsafe(self._frontend.control, message)
+            except msgspec.DecodeError:
+                log.exception("the scheduler sent a message that cannot be read")
+            except RuntimeError:
+                return  # the loop has closed under us: the server is going down
+
+    def _step(self, step: StepOutput) -> list[tuple[Choice, GenEvent | None]]:
+        now = time.monotonic()
+        choices, metrics = self._frontend.live, self._frontend.metrics
+        if step.stats is not None:
+            metrics.set_stats(step.stats)
+        batch: list[tuple[Choice, GenEvent | None]] = []
+        tokens = 0
+        for output in step.outputs:
+            choice = choices.get(output.rid)
+            if choice is None:
+                continue
+            first = choice.last_output == 0.0
+            if output.ids:
+                tokens += len(output.ids)
+                if first:
+                    metrics.ttft.observe(now - choice.arrival)
+                else:
+                    metrics.itl.observe(now - choice.last_output)
+            if first:
+                metrics.started(output.prompt_tokens, output.cached_tokens)
+                if output.queue_seconds is not None:
+                    metrics.queue.observe(output.queue_seconds)
+            choice.last_output = now
+            event = choice.take(output)
+            if choice.ended:
+                choices.pop(output.rid, None)
+                metrics.e2e.observe(now - choice.arrival)
+                if output.finish is not None and output.finish.kind == "abort":
+                    metrics.aborted.inc()
+            if event is not None or first:
+                batch.append((choice, event))
+        if tokens:
+            metrics.generation_tokens.inc(tokens)
+        return batch
+
+
+class Frontend:
+    """The HTTP process' side of one scheduler.
+
+    ``channel`` is this launch's pair of addresses; :meth:`open` binds it. ``on_fatal``, if set, is called once, with one
+    sentence, when the scheduler is gone or says it failed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        channel: Channel,
+        *,
+        on_progress: Callable[[Status], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate.load(config.chat_template, tokenizer)
+        self.metrics = Metrics()
+        self.status = Status()
+        self.info: dict[str, Any] = {}
+        self.live: dict[str, Choice] = {}
+        self._channel = channel
+        self.on_fatal: Callable[[str], None] | None = None
+        self._on_progress = on_progress
+        self._generations: dict[str, Generation] = {}
+        self._in_system = 0
+        self._waiting_tokens = 0
+        self._longest_token = 0
+        self._scheduler_ready = False
+        self._calls: dict[int, asyncio.Future[ControlReply]] = {}
+        self._call_ids = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="freetoken-tokenize")
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Bind the sockets and start receiving. To be called on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._push, pull = self._channel.frontend_sockets(self._context)
+        self._receiver = _Receiver(self, pull, self._loop)
+        self._receiver.start()
+        self._pull = pull
+        self._pool.submit(self._measure_vocabulary)
+
+    def close(self) -> None:
+        """Stop receiving and release the sockets; every open request ends with an error first."""
+        self.fail_all("the server is shutting down")
+        waker = self._context.socket(zmq.PUSH)
+        waker.connect(self._channel.outputs_address)
+        waker.send(b"")
+        self._receiver.join(timeout=2.0)
+        for socket in (waker, self._pull, self._push):
+            socket.close(linger=0)
+        self._context.term()
+        self._pool.shutdown(wait=False)
+
+    def _measure_vocabulary(self) -> None:
+        self._longest_token = max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.size)), default=0)
+
+    async def wait_scheduler(self) -> None:
+        """Until the scheduler is ready. :class:`RequestError` when it failed instead."""
+        while not self._scheduler_ready and self.status.state == "loading":
+            self._changed.clear()
+            await self._changed.wait()
+        if self.status.state == "failed":
+            raise RequestError(self.status.reason, status=503, code="scheduler_gone")
+
+    async def wait_idle(self) -> None:
+        """Until no request is in the system."""
+        while self._generations:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def mark_ready(self) -> None:
+        """Open for clients (after the warm-up, if there is one)."""
+        if self.status.state == "loading":
+            self.status = Status("ready", "ready")
+            self._changed.set()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those running go on."""
+        if self.status.state != "failed":
+            self.status = Status("draining", "draining")
+            self._changed.set()
+
+    def shut_scheduler(self, drain: bool = True) -> None:
+        """Tell the scheduler to exit."""
+        self._try_send(messages.Shutdown(drain=drain))
+
+    def scheduler_gone(self, reason: str) -> None:
+        """The scheduler has exited or failed: every open request gets one error. Must run on the event loop."""
+        if self.status.state == "failed":
+            return
+        self.status = Status("failed", "failed", reason=reason)
+        self.fail_all(reason)
+        self._changed.set()
+        if self.on_fatal is not None:
+            self.on_fatal(reason)
+
+    def fail_all(self, reason: str) -> None:
+        """End every open request and control call with one error."""
+        error = RequestError(reason, status=503, code="scheduler_gone")
+        for generation in list(self._generations.values()):
+            generation.end_all("error", error)
+            self.forget(generation, send=False)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def check_serving(self) -> None:
+        """:class:`RequestError` (503) unless ready."""
+        status = self.status
+        if status.state == "ready":
+            return
+        if status.state == "loading":
+            raise RequestError(
+                f"the model is still loading ({status.phase})", status=503, code="loading", retry_after=_RETRY_LOADING
+            )
+        if status.state == "draining":
+            raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=30)
+        raise RequestError(status.reason, status=503, code="scheduler_gone")
+
+    def admit(self, spec: GenSpec, *, warm_up: bool = False) -> Generation:
+        """Take a place in the bounded queue, before anything is rendered or tokenised.
+
+        Raises :class:`RequestError`: 503 ``queue_full`` or not serving, 400 for a request that could never fit or an id
+        that is in use.
+        """
+        if not warm_up:
+            self.check_serving()
+        limit = self.config.max_running_requests + self.config.max_queued_requests
+        if spec.num_choices > limit:
+            raise RequestError(
+                f"the request asks for {spec.num_choices} sequences; at most {limit} fit "
+                "(--max-running-requests plus --max-queued-requests)",
+                param="n" if len(spec.prompts) == 1 else spec.prompts[0].param,
+            )
+        if spec.rid in self._generations:
+            raise RequestError(f"a request with id {spec.rid[:100]!r} is running", param="rid", code="duplicate_rid")
+        if self._in_system + spec.num_choices > limit:
+            raise self._queue_full(f"{self._in_system} requests are in the system, and {limit} are allowed")
+        tokens = sum(self._lower_bound(prompt) * prompt.sampling.n for prompt in spec.prompts)
+        self._check_queue_tokens(tokens, 0)
+        generation = Generation(self, spec, tokens)
+        self._generations[spec.rid] = generation
+        self._in_system += spec.num_choices
+        self._waiting_tokens += tokens
+        return generation
+
+    def _lower_bound(self, prompt: Prompt) -> int:
+        if prompt.ids is not None:
+            return len(prompt.ids)
+        return prompt.num_bytes() // self._longest_token if self._longest_token else 0
+
+    def _check_queue_tokens(self, tokens: int, own: int) -> None:
+        others = self._waiting_tokens - own
+        if others > 0 and others + tokens > self.config.max_queued_tokens:
+            raise self._queue_full(
+                f"{others} prompt tokens are waiting, and {self.config.max_queued_tokens} are allowed"
+            )
+
+    def _queue_full(self, why: str) -> RequestError:
+        self.metrics.refused.inc()
+        return RequestError(f"the queue is full: {why}", status=503, code="queue_full", retry_after=_RETRY_QUEUE)
+
+    async def start(self, generation: Generation) -> None:
+        """Prepare an admitted request on a thread and send its sequences; see :meth:`Generation.start`."""
+        arrival = time.monotonic()
+        spec = generation.spec
+        prompts = await self._loop.run_in_executor(self._pool, self._prepare, spec)
+        generation.check_client()
+        if generation.failure is not None:
+            return
+        if generation.aborted:
+            generation.end_all("abort", None)
+            return
+        tokens = sum(len(ids) * prompt.sampling.n for ids, prompt in zip(prompts, spec.prompts))
+        self._check_queue_tokens(tokens, generation.reserved_tokens)
+        self._waiting_tokens += tokens - generation.reserved_tokens
+        generation.reserved_tokens = 0
+        try:
+            for ids, prompt in zip(prompts, spec.prompts):
+                self._send_prompt(generation, ids, prompt, arrival)
+        except BaseException:
+            unsent = tokens - sum(choice.num_prompt_tokens for choice in generation.choices)
+            self._waiting_tokens -= unsent
+            raise
+
+    def _send_prompt(self, generation: Generation, ids: list[int], prompt: Prompt, arrival: float) -> None:
+        spec, sampling = generation.spec, prompt.sampling
+        for number in range(sampling.n):
+            one = sampling if sampling.n == 1 else _nth(sampling, number)
+            index = len(generation.choices)
+            rid = spec.rid if spec.num_choices == 1 else f"{spec.rid}-{index}"
+            interval = self.config.stream_interval if spec.stream else 0
+            choice = Choice(generation, index, rid, ids, one, self.tokenizer, interval=interval, arrival=arrival)
+            generation.choices.append(choice)
+            self.live[rid] = choice
+            if not self._try_send(AddRequest(rid, ids, one)):
+                raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
+            self.metrics.requests.inc()
+
+    def _prepare(self, spec: GenSpec) -> list[list[int]]:
+        return [self.prompt_ids(prompt) for prompt in spec.prompts]
+
+    def prompt_ids(self, prompt: Prompt, *, check_length: bool = True) -> list[int]:
+        """Render and tokenise one prompt (slow: not for the event loop). :class:`RequestError` 400 for a bad one."""
+        if prompt.ids is not None:
+            ids = prompt.ids
+        elif prompt.chat is not None:
+            if self.template is None:
+                raise RequestError(
+                    "the model has no chat template: use /v1/completions, or start the server with --chat-template",
+                    param="messages",
+                    code="no_chat_template",
+                )
+            ids = self.tokenizer.encode(self.template.render(prompt.chat), add_special_tokens=False)
+        else:
+            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+        if not check_length:
+            return ids
+        if not ids:
+            raise RequestError("the prompt is empty", param=prompt.param)
+        if len(ids) >= self.config.context_length:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, and the context holds {self.config.context_length} with at least "
+                "one for the output (--context-length)",
+                param=prompt.param,
+                code="context_length_exceeded",
+            )
+        vocab = self.config.model.vocab_size
+        if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
+            raise RequestError(
+                f"token ids must lie between 0 and {vocab - 1}, the model's vocabulary", param=prompt.param
+            )
+        prompt.sampling.check_vocabulary(vocab)
+        return ids
+
+    # --- events from the receiving thread -----------------------------------------------------------------------------
+
+    def deliver(self, batch: list[tuple[Choice, GenEvent | None]]) -> None:
+        """Hand one step's events to their requests. A choice without an event has merely begun."""
+        woken: dict[str, Generation] = {}
+        for choice, event in batch:
+            if choice.done:
+                continue
+            if choice.waiting:
+                choice.waiting = False
+                self._waiting_tokens -= choice.num_prompt_tokens
+            if event is None:
+                continue
+            if event.finish is not None:
+                choice.done = True
+                self._in_system -= 1
+                if choice.stop_matched:
+                    self._try_send(AbortRequest(choice.rid))
+            choice.generation.put(event)
+            woken[choice.generation.spec.rid] = choice.generation
+        for generation in woken.values():
+            generation.wake()
+
+    def control(self, message: Any) -> None:
+        """Everything the scheduler says besides step outputs."""
+        if isinstance(message, messages.Loading):
+            if self.status.state == "loading":
+                self.status = Status("loading", message.phase, message.done, message.total, message.unit)
+                if self._on_progress is not None:
+                    self._on_progress(self.status)
+        elif isinstance(message, messages.Ready):
+            self.info = message.info
+            self.metrics.set_kernels(message.info)
+            self.status = Status(self.status.state, "warm-up") if self.status.state == "loading" else self.status
+            self._scheduler_ready = True
+            self._changed.set()
+        elif isinstance(message, messages.Failed):
+            self.scheduler_gone(message.reason)
+        elif isinstance(message, ControlReply):
+            call = self._calls.get(message.call)
+            if call is not None and not call.done():
+                call.set_result(message)
+            if message.stats is not None:
+                self.metrics.set_stats(message.stats)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def forget(self, generation: Generation, *, send: bool = True) -> None:
+        """Drop a request; sequences that still run are aborted."""
+        if self._generations.get(generation.spec.rid) is not generation:
+            return
+        del self._generations[generation.spec.rid]
+        self._waiting_tokens -= generation.reserved_tokens
+        self._in_system -= generation.spec.num_choices - len(generation.choices)
+        for choice in generation.choices:
+            self.live.pop(choice.rid, None)
+            if choice.waiting:
+                choice.waiting = False
+                self._waiting_tokens -= choice.num_prompt_tokens
+            if not choice.done:
+                choice.done = True
+                self._in_system -= 1
+                if send:
+                    self.metrics.aborted.inc()
+                    self._try_send(AbortRequest(choice.rid))
+        self._changed.set()
+
+    def abort(self, rid: str | None) -> int:
+        """Abort by the client request's id, or all; returns how many client requests that concerns."""
+        if rid is None:
+            found = list(self._generations.values())
+        else:
+            found = [self._generations[rid]] if rid in self._generations else []
+        for generation in found:
+            generation.aborted = True
+            for choice in generation.choices:
+                if not choice.done and rid is not None:
+                    self._try_send(AbortRequest(choice.rid))
+        if rid is None:
+            self._try_send(AbortRequest(None))
+        return len(found)
+
+    def _try_send(self, message: ToScheduler) -> bool:
+        """Without blocking: a socket whose peer is gone would wait for ever."""
+        try:
+            self._push.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
+        """Run slow work on the tokeniser's threads."""
+        return await self._loop.run_in_executor(self._pool, work)
+
+    async def call(self, make: Callable[[int], ToScheduler], timeout: float = CONTROL_TIMEOUT) -> ControlReply:
+        """A control call and its answer. :class:`RequestError` 503 without a scheduler, 504 without an answer."""
+        number = next(self._call_ids)
+        if not self._try_send(make(number)):
+            raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
+        future: asyncio.Future[ControlReply] = self._loop.create_future()
+        self._calls[number] = future
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except asyncio.TimeoutError:
+            raise RequestError("the scheduler did not answer in time", status=504, code="timeout") from None
+        finally:
+            del self._calls[number]
+
+    async def probe(self, *, warm_up: bool = False, tokens: int = 1) -> None:
+        """Generate a few tokens through the whole path; :class:`RequestError` when that fails."""
+        start = self.config.model.bos_token_id
+        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+        prompt = Prompt(sampling, ids=[start if start is not None else 0])
+        generation = self.admit(GenSpec(new_rid("health"), [prompt]), warm_up=warm_up)
+        try:
+            await generation.start()
+            while events := await generation.next():
+                for event in events:
+                    if event.error is not None:
+                        raise event.error
+        finally:
+            generation.close()
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.metrics.stats
+
+
+def _nth(sampling: SamplingParams, number: int) -> SamplingParams:
+    """The sampling of choice ``number`` of ``n``: a given seed moves on, so that the choices differ."""
+    seed = sampling.seed
+    if seed is not None:
+        seed = (seed + number + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, n=1, seed=seed)

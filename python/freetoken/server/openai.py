@@ -1,0 +1,253 @@
+"""OpenAI's chat and completions requests: JSON body to :class:`GenSpec` (torch-free).
+
+Fields follow https://platform.openai.com/docs/api-reference/chat/create and ``/completions/create``, with the common
+extensions of open servers. A field the protocol defines and this server does not serve is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freetoken.errors import RequestError
+from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from freetoken.server.generation import ChatPrompt, GenSpec, Prompt, new_rid
+from freetoken.server.wire import (
+    SAMPLING_FIELDS,
+    SamplingReader,
+    StreamOptions,
+    boolean,
+    check_model,
+    integer,
+    mapping,
+    refuse_unserved,
+    string,
+    token_ids,
+    warn_unknown,
+)
+from freetoken.server_args import Config
+
+MAX_TOKENS = 2**31 - 1
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Neutral values beside null. Structured output, tools, reasoning switches and priorities are not served.
+_UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "structural_tag": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "priority": (0,),
+    "lora_path": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "best_of": (1,),
+}
+_UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
+    **_UNSERVED_BOTH,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "reasoning": (),
+    "separate_reasoning": (False,),
+    "stream_reasoning": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "echo": (False,),
+    "documents": ([],),
+}
+_UNSERVED_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_UNSERVED_BOTH, "suffix": ("",)}
+# Labels with no bearing on the output.
+_LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+_COMMON = {*SAMPLING_FIELDS, *_LABELS, "model", "max_tokens", "logprobs", "stream", "stream_options", "rid"}
+_CHAT_KNOWN = {
+    *_COMMON,
+    *_UNSERVED_CHAT,
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+}
+_COMPLETIONS_KNOWN = {*_COMMON, *_UNSERVED_COMPLETIONS, "prompt", "echo"}
+
+
+@dataclass
+class WireRequest:
+    """A request as read: what to generate, and how the client wants it shown.
+
+    ``chat`` chooses the form of the answer. ``logprobs`` says whether to show any, ``echo`` puts the prompt first.
+    """
+
+    spec: GenSpec
+    chat: bool
+    options: StreamOptions
+    logprobs: bool
+    echo: bool = False
+
+
+def read_chat(body: Mapping[str, Any], config: Config) -> WireRequest:
+    """A body of ``/v1/chat/completions``; :class:`RequestError` names the field at fault."""
+    check_model(body, config.served_model_name)
+    refuse_unserved(body, _UNSERVED_CHAT)
+    warn_unknown(body, _CHAT_KNOWN)
+    options = StreamOptions.read(body)
+    reader = _sampling(body, config)
+    most = integer(body, "max_completion_tokens", 1, MAX_TOKENS)
+    name = "max_completion_tokens" if most is not None else "max_tokens"
+    if most is None:
+        most = integer(body, "max_tokens", 1, MAX_TOKENS)
+    reader.set("max_new_tokens", most, name)
+    logprobs = boolean(body, "logprobs", False)
+    top = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top is not None and not logprobs and top > 0:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if logprobs:
+        reader.set("logprobs", top or 0, "top_logprobs")
+    prompt = Prompt(reader.build(), chat=read_chat_prompt(body), param="messages")
+    return WireRequest(GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream), True, options, logprobs)
+
+
+def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
+    """A body of ``/v1/completions``; :class:`RequestError` names the field at fault."""
+    check_model(body, config.served_model_name)
+    refuse_unserved(body, _UNSERVED_COMPLETIONS)
+    warn_unknown(body, _COMPLETIONS_KNOWN)
+    options = StreamOptions.read(body)
+    reader = _sampling(body, config)
+    most = integer(body, "max_tokens", 0, MAX_TOKENS)
+    echo = boolean(body, "echo", False)
+    if most == 0 and not echo:
+        raise RequestError("max_tokens 0 gives nothing unless echo is true", param="max_tokens")
+    reader.set("max_new_tokens", DEFAULT_COMPLETION_TOKENS if most is None else max(most, 1), "max_tokens")
+    top = integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
+    if top is not None:
+        reader.set("logprobs", top, "logprobs")
+        if echo:
+            reader.set("prompt_logprobs", top, "logprobs")
+    prompts = _prompts(body.get("prompt"), reader.build())
+    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0)
+    return WireRequest(spec, False, options, top is not None, echo)
+
+
+def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
+    for label in ("user", "safety_identifier", "prompt_cache_key"):
+        string(body, label)
+    reader = SamplingReader(config.model.sampling_defaults)
+    reader.read(body)
+    return reader
+
+
+def _rid(body: Mapping[str, Any], prefix: str) -> str:
+    rid = string(body, "rid")
+    if rid is None:
+        return new_rid(prefix)
+    if not 0 < len(rid) <= 200:
+        raise RequestError("rid must have between 1 and 200 characters", param="rid")
+    return rid
+
+
+def _prompts(value: Any, sampling: SamplingParams) -> list[Prompt]:
+    """A text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(value, str):
+        return [_text_prompt(value, sampling)]
+    if not isinstance(value, list):
+        raise RequestError(
+            "prompt must be a string, a list of strings, token ids or lists of token ids", param="prompt"
+        )
+    if not value:
+        raise RequestError("the prompt is empty", param="prompt")
+    if type(value[0]) is int:
+        return [Prompt(sampling, ids=token_ids(value, "prompt"))]
+    if isinstance(value[0], str):
+        if not all(isinstance(item, str) for item in value):
+            raise RequestError("prompt must not mix strings with anything else", param="prompt")
+        return [_text_prompt(item, sampling) for item in value]
+    return [Prompt(sampling, ids=token_ids(item, "prompt")) for item in value]
+
+
+def _text_prompt(text: str, sampling: SamplingParams) -> Prompt:
+    if not text:
+        raise RequestError("the prompt is empty", param="prompt")
+    return Prompt(sampling, text=text)
+
+
+def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
+    """``messages`` and the template switches; :class:`RequestError` names the message at fault."""
+    value = body.get("messages")
+    if not isinstance(value, list):
+        raise RequestError("messages must be a list", param="messages")
+    if not value:
+        raise RequestError("messages is empty", param="messages")
+    messages = [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+    go_on = boolean(body, "continue_final_message", False)
+    open_turn = boolean(body, "add_generation_prompt", not go_on)
+    if go_on and open_turn:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    if go_on and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message needs the last message to be the assistant's", param="continue_final_message"
+        )
+    return ChatPrompt(messages, open_turn, go_on, mapping(body, "chat_template_kwargs"))
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise RequestError(f"{where} must be an object", param=where)
+    role = item.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    for name in ("tool_calls", "function_call", "audio"):
+        if item.get(name):
+            raise RequestError(
+                f"{where}.{name} is not supported by this server", param=f"{where}.{name}", code="unsupported_parameter"
+            )
+    message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if item.get(name) is not None:
+            value = item[name]
+            if not isinstance(value, str):
+                raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+            message[name] = value
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """A string, or text parts, which are joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
+    texts: list[str] = []
+    for index, part in enumerate(value):
+        at = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise RequestError(f"{at} must be an object", param=at)
+        if part.get("type") != "text":
+            raise RequestError(
+                f"{at}.type {str(part.get('type'))[:40]!r} is not supported; only text is",
+                param=f"{at}.type",
+                code="unsupported_parameter",
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{at}.text must be a string", param=f"{at}.text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,189 @@
+"""OpenAI's chat and completions answers: :class:`GenEvent` to JSON, whole or as server-sent events (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from freetoken.messages import TokenLogprob
+from freetoken.sampling_params import SamplingParams
+from freetoken.server.detokenizer import OutputText, Tokenizer
+from freetoken.server.generation import GenEvent, usage_of
+from freetoken.server.openai import WireRequest
+
+DONE = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no minus infinity."""
+    return None if logprob is None else max(logprob, _LOWEST_LOGPROB)
+
+
+def full_prompt_logprobs(event: GenEvent) -> list[TokenLogprob]:
+    """One entry a prompt token; the first token has no probability."""
+    entries, ids = event.prompt_logprobs or [], event.prompt_ids or []
+    return [TokenLogprob(ids[0], None), *entries] if len(entries) == len(ids) - 1 else entries
+
+
+class OpenAIWriter:
+    """Writes the answer to one request, choice by choice."""
+
+    def __init__(self, request: WireRequest, tokenizer: Tokenizer, model: str, created: int) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._last: dict[int, GenEvent] = {}
+        self._offsets: dict[int, _Offsets] = {}
+        self._prompts = [prompt for prompt in request.spec.prompts for _ in range(prompt.sampling.n)]
+        kind = "chat.completion" if request.chat else "text_completion"
+        self._head = {"id": request.spec.rid, "object": kind, "created": created, "model": model}
+        self._null_usage = {"usage": None} if request.options.include_usage else {}
+        if request.chat:
+            head = {**self._head, "object": "chat.completion.chunk", **self._null_usage}
+            self._head_chunk = head
+            self._quick_head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+        else:
+            self._head_chunk = {**self._head, **self._null_usage}
+            self._quick_head = b"data: " + orjson.dumps(self._head_chunk)[:-1] + b',"choices":[{"index":'
+
+    # --- streamed -----------------------------------------------------------------------------------------------------
+
+    def chunk(self, event: GenEvent) -> bytes:
+        """The events of one step of one choice, ready to send."""
+        first = event.index not in self._last
+        self._last[event.index] = event
+        if self._request.chat:
+            return self._chat_chunk(event, first)
+        text = self._echo(event) + event.text if first else event.text
+        if not text and event.finish is None and not self._request.logprobs:
+            return b""
+        choice: dict[str, Any] = {
+            "index": event.index,
+            "text": text,
+            "logprobs": self._legacy_logprobs(event, first) if self._request.logprobs else None,
+            "finish_reason": event.finish,
+        }
+        return sse({**self._head_chunk, "choices": [self._stop_reason(choice, event)]})
+
+    def _chat_chunk(self, event: GenEvent, first: bool) -> bytes:
+        parts: list[bytes] = []
+        if first:
+            parts.append(self._chat_delta(event.index, {"role": "assistant", "content": ""}))
+        logprobs = event.shown_logprobs() if self._request.logprobs else []
+        if logprobs:
+            parts.append(self._chat_delta(event.index, {"content": event.text}, self._chat_logprobs(logprobs)))
+        elif event.text:
+            parts.append(
+                b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
+                % (self._quick_head, event.index, orjson.dumps(event.text))
+            )
+        if event.finish is not None:
+            choice = {"index": event.index, "delta": {}, "logprobs": None, "finish_reason": event.finish}
+            parts.append(sse({**self._head_chunk, "choices": [self._stop_reason(choice, event)]}))
+        return b"".join(parts)
+
+    def _chat_delta(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return sse({**self._head_chunk, "choices": [choice]})
+
+    def end(self) -> bytes:
+        """What follows the last choice's end."""
+        if not self._request.options.include_usage:
+            return DONE
+        usage = usage_of(self._request.spec, self._last).wire()
+        return sse({**self._head_chunk, "choices": [], "usage": usage}) + DONE
+
+    # --- whole --------------------------------------------------------------------------------------------------------
+
+    def whole(self, events: list[GenEvent]) -> bytes:
+        """The answer from each choice's one event."""
+        choices = []
+        for event in sorted(events, key=lambda item: item.index):
+            self._last[event.index] = event
+            choice: dict[str, Any] = {"index": event.index}
+            if self._request.chat:
+                choice["message"] = {"role": "assistant", "content": event.text, "refusal": None}
+                shown = self._chat_logprobs(event.shown_logprobs()) if self._request.logprobs else None
+            else:
+                choice["text"] = self._echo(event) + event.text
+                shown = self._legacy_logprobs(event, True) if self._request.logprobs else None
+            choice["logprobs"] = shown
+            choice["finish_reason"] = event.finish
+            choices.append(self._stop_reason(choice, event))
+        usage = usage_of(self._request.spec, self._last).wire()
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage})
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _stop_reason(self, choice: dict[str, Any], event: GenEvent) -> dict[str, Any]:
+        """Adds which of the request's own stop strings or token ids it was, as other open servers do."""
+        if event.finish is not None:
+            own = self._prompts[event.index].sampling.stop_token_ids
+            shown = isinstance(event.matched, str) or event.matched in own
+            choice["stop_reason"] = event.matched if shown else None
+        return choice
+
+    def _echo(self, event: GenEvent) -> str:
+        if not self._request.echo:
+            return ""
+        prompt = self._prompts[event.index]
+        if prompt.text is not None:
+            return prompt.text
+        return self._tokenizer.decode(prompt.ids or [], prompt.sampling.skip_special_tokens)
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
+
+    def _chat_logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(entry.id, entry.logprob),
+                "top_logprobs": [self._token(*pair) for pair in zip(entry.top_ids, entry.top_logprobs)],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _legacy_logprobs(self, event: GenEvent, first: bool) -> dict[str, Any]:
+        entries = event.shown_logprobs()
+        if first:
+            self._offsets[event.index] = _Offsets(self._tokenizer, self._prompts[event.index].sampling)
+            if self._request.echo:
+                entries = full_prompt_logprobs(event) + entries
+        offsets = self._offsets[event.index]
+        text_of = self._tokenizer.token_text
+        tops: list[dict[str, float | None] | None] = []
+        for entry in entries:
+            top = {text_of(i): finite(p) for i, p in zip(entry.top_ids, entry.top_logprobs)}
+            if top:
+                top.setdefault(text_of(entry.id), finite(entry.logprob))
+            tops.append(top or None)
+        return {
+            "tokens": [text_of(entry.id) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": [offsets.next(entry.id) for entry in entries],
+        }
+
+
+class _Offsets:
+    """Position in the text at which each token begins, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._text = OutputText(tokenizer, SamplingParams(skip_special_tokens=sampling.skip_special_tokens))
+        self._at = 0
+
+    def next(self, token: int) -> int:
+        at = self._at
+        self._at += len(self._text.push([token])[0])
+        return at
