@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from freetoken.bench import figures
+from freetoken.bench import cli, figures
 from freetoken.bench.datasets import file_prompts, random_prompts
-from freetoken.environ import EnvironmentValueError
-from freetoken.errors import FreetokenError, StartupError
+from freetoken.errors import StartupError
 from freetoken.server_args import parser as server_parser
 
 _OWN = ("num_prompts", "input_len", "output_len", "range_ratio", "dataset_path", "output", "label", "seed")
@@ -36,21 +35,17 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot work, with :class:`StartupError`."""
-    for name in ("num_prompts", "input_len", "output_len"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise StartupError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    cli.require_at_least(args, {"num_prompts": 1, "input_len": 1, "output_len": 1})
     if not 0 < args.range_ratio <= 1:
         raise StartupError(f"--range-ratio must be above 0 and at most 1, not {args.range_ratio:g}")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Generate for all prompts at once and return the figure."""
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Generate for all prompts at once; prints the rate and returns the figure."""
     from freetoken import Engine
 
     check(args)
-    values = {name: value for name, value in vars(args).items() if name not in _OWN}
-    with Engine(**values) as engine:
+    with Engine(**cli.server_values(args, _OWN)) as engine:
         config = engine.config
         if args.dataset_path:
             prompts = file_prompts(args.dataset_path, count=args.num_prompts, output_len=args.output_len)
@@ -72,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     read = sum(result["meta_info"]["prompt_tokens"] for result in results)
     cached = sum(result["meta_info"]["cached_tokens"] for result in results)
     written = sum(result["meta_info"]["completion_tokens"] for result in results)
-    return figures.figure(
+    result = figures.figure(
         "offline",
         model=args.label or config.served_model_name,
         device=config.device,
@@ -86,23 +81,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         total_tok_s=(read + written) / seconds,
         request_s=len(prompts) / seconds,
     )
+    print(
+        f"{len(prompts)} requests in {seconds:.2f} s: {result['tok_s']:,.1f} output tok/s, "
+        f"{result['total_tok_s']:,.1f} tok/s in all, {cached} prompt tokens from the prefix cache"
+    )
+    return [result]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry."""
-    args = parser().parse_args(argv)
-    try:
-        result = run(args)
-    except (FreetokenError, EnvironmentValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(
-        f"{result['requests']} requests in {result['seconds']:.2f} s: {result['tok_s']:,.1f} output tok/s, "
-        f"{result['total_tok_s']:,.1f} tok/s in all, {result['cached_tokens']} prompt tokens from the prefix cache"
-    )
-    if args.output:
-        figures.append(args.output, [result])
-    return 0
+    return cli.entry(parser().parse_args(argv), run)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetoken.bench import figures, roof
-from freetoken.environ import EnvironmentValueError
-from freetoken.errors import FreetokenError, StartupError
+from freetoken.bench import cli, figures, roof
+from freetoken.errors import StartupError
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, StepResult
 from freetoken.server_args import Config, ServerArgs
@@ -238,19 +237,14 @@ _OWN = ("batch_size", "input_len", "output_len", "repeats", "output", "label", "
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot work, with :class:`StartupError`."""
-    for name, low in (("batch_size", 1), ("input_len", 1), ("output_len", WARMUP_STEPS + 2), ("repeats", 1)):
-        value = getattr(args, name)
-        for item in value if isinstance(value, list) else [value]:
-            if item < low:
-                raise StartupError(f"--{name.replace('_', '-')} must be at least {low}, not {item}")
+    cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "output_len": WARMUP_STEPS + 2, "repeats": 1})
     if args.compare_transformers and args.load_format == "dummy":
         raise StartupError("--compare-transformers needs real weights, not --load-format dummy")
 
 
 def server_args(args: argparse.Namespace) -> ServerArgs:
     """The server's part of the arguments, with sizes that these batches need where none was given."""
-    values = {name: value for name, value in vars(args).items() if name not in _OWN}
-    result = ServerArgs(**values)
+    result = ServerArgs(**cli.server_values(args, _OWN))
     largest, longest = max(args.batch_size), max(args.input_len) + args.output_len
     result.max_running_requests = result.max_running_requests or largest
     result.context_length = result.context_length or longest
@@ -318,15 +312,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry."""
-    args = parser().parse_args(argv)
-    try:
-        found = run(args)
-    except (FreetokenError, EnvironmentValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if args.output:
-        figures.append(args.output, found)
-    return 0
+    return cli.entry(parser().parse_args(argv), run)
 
 
 if __name__ == "__main__":

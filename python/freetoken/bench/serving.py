@@ -19,12 +19,24 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from freetoken.bench import figures, report
+from freetoken.bench import cli, figures, report
 from freetoken.bench.client import BACKENDS, Target, send
 from freetoken.bench.datasets import Prompt, file_prompts, random_prompts, shared_prefix_prompts
 from freetoken.bench.report import Outcome
 from freetoken.errors import StartupError
 
+_POSITIVE = (
+    "num_prompts",
+    "max_concurrency",
+    "vocab_size",
+    "random_input_len",
+    "random_output_len",
+    "gsp_num_groups",
+    "gsp_prompts_per_group",
+    "gsp_prefix_len",
+    "gsp_question_len",
+    "gsp_output_len",
+)
 DATASETS = ("random", "generated-shared-prefix", "file")
 
 
@@ -67,10 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """Refuse flags that cannot work, with :class:`StartupError`; returns the parsed ``--extra-request-body``."""
-    for name in ("num_prompts", "max_concurrency", "vocab_size", "random_input_len", "random_output_len"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise StartupError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    cli.require_at_least(args, dict.fromkeys(_POSITIVE, 1) | {"warmup_requests": 0})
     if not args.request_rate > 0:
         raise StartupError(f"--request-rate must be above 0, not {args.request_rate:g}")
     if not 0 < args.random_range_ratio <= 1:
