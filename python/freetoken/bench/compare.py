@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetoken.bench import figures
-from freetoken.bench.one_batch import WARMUP_STEPS, BatchDriver, random_ids
+from freetoken.bench.one_batch import WARMUP_STEPS, BatchDriver, random_ids, shapes
 from freetoken.errors import StartupError
 from freetoken.server_args import Config
 
@@ -101,33 +101,32 @@ def compare_transformers(
     """Compare every shape of the flags; prints a line each and returns the figures."""
     model = load_transformers(config)
     found: list[dict[str, Any]] = []
-    for input_len in args.input_len:
-        for requests in args.batch_size:
-            totals = one_shape(runner, config, model, requests, input_len, args.output_len, args.repeats)
-            ours, theirs = statistics.median(totals.ours_ms), statistics.median(totals.theirs_ms)
-            found.append(
-                figures.figure(
-                    "decode against transformers",
-                    model=label,
-                    device=config.device,
-                    requests=requests,
-                    depth=input_len,
-                    tokens=args.output_len,
-                    dtype=config.dtype,
-                    threads=torch.get_num_threads(),
-                    ms=ours,
-                    tok_s=requests * 1e3 / ours,
-                    transformers_ms=theirs,
-                    transformers_tok_s=requests * 1e3 / theirs,
-                    ratio=theirs / ours,
-                    same_ids=totals.same_ids,
-                    all_ids=totals.all_ids,
-                )
+    for requests, input_len in shapes(args):
+        totals = one_shape(runner, config, model, requests, input_len, args.output_len, args.repeats)
+        ours, theirs = statistics.median(totals.ours_ms), statistics.median(totals.theirs_ms)
+        found.append(
+            figures.figure(
+                "decode against transformers",
+                model=label,
+                device=config.device,
+                requests=requests,
+                depth=input_len,
+                tokens=args.output_len,
+                dtype=config.dtype,
+                threads=torch.get_num_threads(),
+                ms=ours,
+                tok_s=requests * 1e3 / ours,
+                transformers_ms=theirs,
+                transformers_tok_s=requests * 1e3 / theirs,
+                ratio=theirs / ours,
+                same_ids=totals.same_ids,
+                all_ids=totals.all_ids,
             )
-            print(
-                f"batch {requests:>3}, depth {input_len:>6}: {requests * 1e3 / ours:9.1f} tok/s here, "
-                f"{requests * 1e3 / theirs:9.1f} in transformers ({theirs / ours:.2f} times); "
-                f"{totals.same_ids} of {totals.all_ids} ids equal",
-                flush=True,
-            )
+        )
+        print(
+            f"batch {requests:>3}, depth {input_len:>6}: {requests * 1e3 / ours:9.1f} tok/s here, "
+            f"{requests * 1e3 / theirs:9.1f} in transformers ({theirs / ours:.2f} times); "
+            f"{totals.same_ids} of {totals.all_ids} ids equal",
+            flush=True,
+        )
     return found

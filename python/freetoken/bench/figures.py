@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+CONTEXT = ("card", "model", "time", "commit", "versions", "what")
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import re
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetoken.bench import cli, figures, roof
+from freetoken.bench import cli, figures, roof, summary
 from freetoken.errors import StartupError
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, StepResult
@@ -223,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument_group("benchmark").add_argument
     add("--batch-size", type=int, nargs="+", default=[1], help="Requests decoded at once; several are run in turn.")
     add("--input-len", type=int, nargs="+", default=[128], help="Prompt tokens, which is the depth decode starts at.")
+    add("--shape", nargs="+", default=[], metavar="BxL", help="Batch x length pairs instead of the two above.")
     add("--output-len", type=int, default=64, help="Tokens drawn a request.")
     add("--repeats", type=int, default=3, help="Runs of each shape; the one with the median decode step is reported.")
     add("--output", help="Append the figures as JSON lines.")
@@ -232,7 +234,17 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-_OWN = ("batch_size", "input_len", "output_len", "repeats", "output", "label", "no_roof", "compare_transformers")
+_OWN = (
+    "batch_size",
+    "shape",
+    "input_len",
+    "output_len",
+    "repeats",
+    "output",
+    "label",
+    "no_roof",
+    "compare_transformers",
+)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -242,30 +254,29 @@ def check(args: argparse.Namespace) -> None:
         raise StartupError("--compare-transformers needs real weights, not --load-format dummy")
 
 
+def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """``(requests, prompt tokens)`` to run: those of ``--shape``, else every batch size at every length."""
+    pairs = []
+    for text in args.shape:
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+        if match is None:
+            raise StartupError(f"--shape must be like 64x1024, not {text!r}")
+        pairs.append((int(match[1]), int(match[2])))
+    return pairs or [(size, length) for length in args.input_len for size in args.batch_size]
+
+
 def server_args(args: argparse.Namespace) -> ServerArgs:
     """The server's part of the arguments, with sizes that these batches need where none was given."""
     result = ServerArgs(**cli.server_values(args, _OWN))
-    largest, longest = max(args.batch_size), max(args.input_len) + args.output_len
+    pairs = shapes(args)
+    largest, longest = max(p[0] for p in pairs), max(p[1] for p in pairs) + args.output_len
     result.max_running_requests = result.max_running_requests or largest
     result.context_length = result.context_length or longest
     if result.max_total_tokens is None:
         size = result.page_size
-        result.max_total_tokens = largest * -(-longest // size) * size
-    result.cuda_graph_bs = result.cuda_graph_bs or sorted(set(args.batch_size))
+        result.max_total_tokens = max(count * -(-(length + args.output_len) // size) * size for count, length in pairs)
+    result.cuda_graph_bs = result.cuda_graph_bs or sorted({count for count, _ in pairs})
     return result
-
-
-def line(figure: dict[str, Any]) -> str:
-    """One figure for a terminal."""
-    decode = figure["what"].startswith("decode")
-    shape = f"batch {figure['requests']:>3}, " + (
-        f"depth {figure['depth']:>6}" if decode else f"{figure['tokens']:>6} tokens each"
-    )
-    text = f"{figure['what']:<18} {shape:<28} {figure['ms']:>10.3f} ms {figure['tok_s']:>11.1f} tok/s"
-    if "share" in figure:
-        rate, unit = (figure["gb_s"], "GB/s") if decode else (figure["tflop_s"], "TFLOP/s")
-        text += f" {rate:>9.1f} of {figure['roof']:.1f} {unit} ({figure['share']:.1%})"
-    return text
 
 
 def progress(phase: str, done: int, total: int, unit: str) -> None:
@@ -285,24 +296,23 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
     runner = ModelRunner(config, progress)
     found: list[dict[str, Any]] = []
-    for input_len in args.input_len:
-        for requests in args.batch_size:
-            timings = [
-                BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
-                for seed in range(args.repeats + 1)
-            ]
-            pair = to_figures(
-                timings[1:],  # the first run compiles kernels
-                config,
-                label=label,
-                requests=requests,
-                input_len=input_len,
-                output_len=args.output_len,
-                roofs=roofs,
-                graph=bool(runner.info().get("cuda_graph_bs")),
-            )
-            found += pair
-            print(*map(line, pair), sep="\n", flush=True)
+    for requests, input_len in shapes(args):
+        timings = [
+            BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
+            for seed in range(args.repeats + 1)
+        ]
+        pair = to_figures(
+            timings[1:],  # the first run compiles kernels
+            config,
+            label=label,
+            requests=requests,
+            input_len=input_len,
+            output_len=args.output_len,
+            roofs=roofs,
+            graph=bool(runner.info().get("cuda_graph_bs")),
+        )
+        found += pair
+        print(*map(summary.one_batch_line, pair), sep="\n", flush=True)
     if args.compare_transformers:
         from freetoken.bench.compare import compare_transformers
 
