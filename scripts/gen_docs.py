@@ -112,7 +112,8 @@ def _number(value: Any) -> str:
 
 def _row(figure: dict[str, Any]) -> tuple[str, ...]:
     """``what``, its parameters, its values, roof and share; latency summaries show their median and p99."""
-    parameters, values = [], []
+    parameters: list[str] = []
+    values: list[str] = []
     for key, value in figure.items():
         if key in (*figures.CONTEXT, "roof", "share", "errors"):
             continue
@@ -168,7 +169,7 @@ def readme_block(found: list[dict[str, Any]]) -> str:
     for f in found:
         if f["what"].split()[0] not in ("decode", "prefill", "serving") or "transformers" in f["what"]:
             continue
-        key = (f["card"], f["model"], f["what"], f.get("requests"), f.get("depth"), f.get("tokens"))
+        key: tuple[Any, ...] = (f["card"], f["model"], f["what"], f.get("requests"), f.get("depth"), f.get("tokens"))
         if f["what"].startswith("serving"):
             key = (f["card"], f["model"], f["what"], f["max_concurrency"])
         newest[key] = f

@@ -128,7 +128,7 @@ def test_stop_forms() -> None:
         ("logit_bias", {None: 1}),
         ("logit_bias", {str(2**40): 1}),
         ("logit_bias", {"9" * 5000: 1}),
-        ("logit_bias", {i: 0 for i in range(sp.MAX_LOGIT_BIAS + 1)}),
+        ("logit_bias", dict.fromkeys(range(sp.MAX_LOGIT_BIAS + 1), 0)),
     ],
 )
 def test_bad_stops_and_biases(name: str, value: Any) -> None:
@@ -141,7 +141,7 @@ def test_bad_stops_and_biases(name: str, value: Any) -> None:
         ("stop", ["x"] * sp.MAX_STOP_STRINGS),
         ("stop", "x" * sp.MAX_STOP_STRING_CHARS),
         ("stop_token_ids", list(range(sp.MAX_STOP_TOKEN_IDS))),
-        ("logit_bias", {i: 0 for i in range(sp.MAX_LOGIT_BIAS)}),
+        ("logit_bias", dict.fromkeys(range(sp.MAX_LOGIT_BIAS), 0)),
     ],
 )
 def test_limits_themselves_are_allowed(name: str, value: Any) -> None:

@@ -186,7 +186,21 @@ def test_the_key_is_not_published() -> None:
 
 def test_command_line_round_trip() -> None:
     args = parse(
-        "--model m --port 1 --dtype float16 --cuda-graph-bs 1 8 --tp 1 --disable-radix-cache --no-enable-metrics".split()
+        [
+            "--model",
+            "m",
+            "--port",
+            "1",
+            "--dtype",
+            "float16",
+            "--cuda-graph-bs",
+            "1",
+            "8",
+            "--tp",
+            "1",
+            "--disable-radix-cache",
+            "--no-enable-metrics",
+        ]
     )
     assert (args.model_path, args.port, args.dtype, args.cuda_graph_bs) == ("m", 1, "float16", [1, 8])
     assert args.disable_radix_cache is True
