@@ -73,7 +73,9 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> bool | int | flo
     try:
         if row.kind == "bool":
             return _BOOL[value.lower()]
-        return {"int": int, "float": float, "str": str}[row.kind](value)
+        if row.kind == "int":
+            return int(value)
+        return float(value) if row.kind == "float" else value
     except (KeyError, ValueError):
         raise EnvironmentValueError(f"{name}={value!r}: not a valid {row.kind}") from None
 

@@ -201,21 +201,21 @@ class Channel:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def frontend_sockets(self, context: zmq.Context) -> tuple[zmq.Socket, zmq.Socket]:
+    def frontend_sockets(self, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """``(push to scheduler, pull from scheduler)``, both bound and without a high-water mark."""
         return _socket(context, zmq.PUSH, self.requests_address, True), _socket(
             context, zmq.PULL, self.outputs_address, True
         )
 
-    def scheduler_sockets(self, context: zmq.Context) -> tuple[zmq.Socket, zmq.Socket]:
+    def scheduler_sockets(self, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """``(pull from frontend, push to frontend)``, both connected."""
         return _socket(context, zmq.PULL, self.requests_address, False), _socket(
             context, zmq.PUSH, self.outputs_address, False
         )
 
 
-def _socket(context: zmq.Context, kind: int, address: str, bind: bool) -> zmq.Socket:
-    socket = context.socket(kind)
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, bind: bool) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -226,7 +226,7 @@ def _socket(context: zmq.Context, kind: int, address: str, bind: bool) -> zmq.So
     return socket
 
 
-def drain_socket(socket: zmq.Socket, limit: int = 10_000) -> Sequence[bytes]:
+def drain_socket(socket: zmq.Socket[bytes], limit: int = 10_000) -> Sequence[bytes]:
     """All frames waiting on a pull socket, without blocking."""
     frames: list[bytes] = []
     while len(frames) < limit:

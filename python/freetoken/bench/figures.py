@@ -1,0 +1,127 @@
+"""Writer of committed figures: one JSON line a figure, with what is needed to read it later (torch-free).
+
+Keys of every line: ``card``, ``model``, ``time`` (ISO 8601, UTC), ``commit``, ``versions``, ``what``; then the figure's
+parameters as plain keys and its value under a key that names the unit (``tok_s``, ``ms``, ``us``, ``gb_s``, ...), with
+``roof`` and ``share`` where there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+CONTEXT = ("card", "model", "time", "commit", "versions", "what")
+_PACKAGES = ("torch", "triton", "transformers", "numpy")
+
+
+def gpu_name(index: int = 0) -> str | None:
+    """Name of a CUDA device as the driver gives it; ``None`` without a driver or a device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, name = ctypes.c_int(0), ctypes.create_string_buffer(128)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return None
+    if driver.cuDeviceGetName(name, len(name), device) != 0:
+        return None
+    return name.value.decode(errors="replace")
+
+
+def cpu_name() -> str:
+    """Model name of the processor, or the machine architecture where the system does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def card(device: str) -> str:
+    """What a figure was measured on: the GPU's name for ``cuda``, the processor's for ``cpu``."""
+    return (gpu_name() if device == "cuda" else None) or cpu_name()
+
+
+def folder_name(card_name: str) -> str:
+    """A card's folder under ``benchmarks/results``: ``NVIDIA H200`` becomes ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", card_name.lower()).strip("-") or "unknown"
+
+
+def commit(root: Path | None = None) -> str:
+    """Abbreviated commit of the checkout this file lies in, ``+`` appended when tracked files differ from it.
+
+    ``unknown`` when there is no git or no checkout (an installed package, a copied tree).
+    """
+    where = Path(__file__).resolve().parents[3] if root is None else root
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(where), *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return head + ("+" if changed else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions that move a figure: Python's, and those of the numeric packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def figure(what: str, *, model: str, device: str, **values: Any) -> dict[str, Any]:
+    """One figure with its context. ``values`` are parameters, the value under its unit's name, ``roof`` and ``share``."""
+    return {
+        "card": card(device),
+        "model": model,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "what": what,
+        **values,
+    }
+
+
+def append(path: str | Path, figures: Iterable[dict[str, Any]]) -> None:
+    """Append lines to ``path``, making its folder."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("a", encoding="utf-8") as file:
+        for item in figures:
+            file.write(json.dumps(item, ensure_ascii=False) + "\n")
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """All figures of a file; ``ValueError`` names the line that is not a JSON object."""
+    result: list[dict[str, Any]] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(item, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object")
+        result.append(item)
+    return result

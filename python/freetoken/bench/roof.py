@@ -1,0 +1,117 @@
+"""What the machine could do at best: measured copy bandwidth and matmul rate, and the bytes and FLOPs of a model's steps.
+
+The counts are pure arithmetic on a :class:`~freetoken.models.config.ModelConfig`; torch is imported only to measure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from freetoken.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def layer_matrix_elements(model: ModelConfig) -> int:
+    """Elements of one layer's weight matrices: q, k, v, o, gate, up and down."""
+    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
+    return attention + 3 * model.hidden_size * model.intermediate_size
+
+
+def weight_elements(model: ModelConfig) -> int:
+    """Elements read by one decode step: every matrix, norm and bias and the output head once.
+
+    The embedding table is not counted (a step reads one row a request of it), except as the output head when tied.
+    """
+    layer = layer_matrix_elements(model) + 2 * model.hidden_size
+    if model.qk_norm:
+        layer += 2 * model.head_dim
+    if model.attention_bias:
+        layer += model.q_size + 2 * model.kv_size
+    if model.mlp_bias:
+        layer += 2 * model.intermediate_size + model.hidden_size
+    return model.num_layers * layer + model.hidden_size + model.vocab_size * model.hidden_size
+
+
+def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str, kv_dtype: str) -> float:
+    """Bytes one decode step must read: the weights once, and K and V of ``requests`` sequences of ``depth`` tokens."""
+    kv = requests * depth * model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype])
+    return weight_elements(model) * ELEMENT_BYTES[dtype] + kv
+
+
+def prefill_flops(model: ModelConfig, *, requests: int, tokens: int) -> float:
+    """Multiply-adds times two of a prefill of ``requests`` prompts of ``tokens`` each, from position 0.
+
+    Layer matrices on every token, causal attention (q·k and p·v on the lower triangle), the output head on one row a
+    request.
+    """
+    matrices = 2 * model.num_layers * layer_matrix_elements(model) * requests * tokens
+    attention = model.num_layers * 4 * model.q_size * requests * tokens * (tokens + 1) / 2
+    return matrices + attention + 2 * requests * model.vocab_size * model.hidden_size
+
+
+def timer(device: str) -> Callable[[Callable[[], object], int], float]:
+    """``measure(fn, repeats)``: median seconds of one call, by CUDA events on a GPU, by the clock elsewhere."""
+
+    def on_cuda(fn: Callable[[], object], repeats: int) -> float:
+        import torch
+
+        fn()
+        marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        for mark in marks[1:]:
+            fn()
+            mark.record()
+        torch.cuda.synchronize()
+        milliseconds: float = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+        return milliseconds / 1000
+
+    def on_cpu(fn: Callable[[], object], repeats: int) -> float:
+        fn()
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            fn()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+    return on_cuda if device == "cuda" else on_cpu
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second of a large copy within the device's memory, reads and writes both counted."""
+    import torch
+
+    size = 2**31 if device == "cuda" else 2**28
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = timer(device)(lambda: target.copy_(source), 20 if device == "cuda" else 5)
+    return 2 * size / seconds
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOPs a second of a square product of random matrices: 8192 wide on a GPU, 2048 on the CPU."""
+    import torch
+
+    width = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = timer(device)(lambda: torch.mm(a, b, out=out), 20 if device == "cuda" else 3)
+    return 2 * width**3 / seconds
+
+
+def measure(device: str, dtype: str) -> tuple[float, float]:
+    """``(bytes a second, FLOPs a second)`` of this machine now; its buffers are freed before it returns."""
+    import torch
+
+    result = copy_bandwidth(device), matmul_rate(device, getattr(torch, dtype))
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return result

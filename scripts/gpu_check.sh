@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about six minutes.
+#
+# Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
+# installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
+# exit status is 1 then. Shell variables: OUT, PYTHON (default .venv/bin/python, else python3), PORT (default 30087).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    python=python3
+    [ -x .venv/bin/python ] && python=.venv/bin/python
+fi
+port=${PORT:-30087}
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+
+card=$("$python" -c 'from freetoken.bench.figures import folder_name, gpu_name; n = gpu_name(); print(folder_name(n) if n else "")')
+if [ -z "$card" ]; then
+    echo "error: no NVIDIA GPU is visible" >&2
+    exit 1
+fi
+out=${OUT:-benchmarks/results/$card}
+mkdir -p "$out"
+model=(--model-path benchmarks/configs/qwen3-8b --load-format dummy --dtype bfloat16 --random-seed 1)
+label="Qwen3-8B geometry, bf16, random weights"
+input=1024
+output=256
+failed=()
+server=
+
+finish() {
+    if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then
+        kill -TERM "$server"
+        wait "$server" 2>/dev/null
+    fi
+}
+trap finish EXIT
+
+part() {
+    local name=$1 start=$SECONDS
+    shift
+    echo "==> $name"
+    if "$@"; then
+        echo "==> $name: $((SECONDS - start)) s"
+    else
+        failed+=("$name")
+        echo "==> $name FAILED after $((SECONDS - start)) s"
+    fi
+}
+
+start_server() {
+    "$python" -m freetoken.launch_server "${model[@]}" --port "$port" --context-length 4096 --max-running-requests 64 \
+        --cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64 --served-model-name qwen3-8b >"$out/server.txt" 2>&1 &
+    server=$!
+    local deadline=$((SECONDS + 150))
+    until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2>/dev/null; do
+        if ! kill -0 "$server" 2>/dev/null || [ "$SECONDS" -ge "$deadline" ]; then
+            echo "the server did not become healthy:"
+            tail -n 30 "$out/server.txt"
+            return 1
+        fi
+        sleep 0.5
+    done
+}
+
+serving() {
+    local streams=$1
+    "$python" -m freetoken.bench.serving --port "$port" --label "$label" --max-concurrency "$streams" \
+        --num-prompts $((streams > 2 ? 2 * streams : 4)) --random-input-len "$input" --random-output-len "$output" \
+        --warmup-requests "$streams" --flush-cache --disable-tqdm --seed "$streams" \
+        --output-file "$out/qwen3-8b-serving.jsonl"
+}
+
+op_figures() {
+    "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
+}
+
+rm -f "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl "$out"/ops.jsonl
+part "GPU tests" "$python" -m pytest -q -m gpu tests
+part "ops" op_figures
+part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
+    --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+part "server start" start_server
+if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then
+    for streams in 1 16 64; do
+        part "serving, $streams streams" serving "$streams"
+    done
+fi
+part "server stop" finish
+
+echo
+echo "Figures in $out:"
+found=()
+for file in "$out"/ops.jsonl "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl; do
+    [ -f "$file" ] && found+=("$file")
+done
+[ "${#found[@]}" -gt 0 ] && "$python" -m freetoken.bench.summary "${found[@]}"
+if [ "${#failed[@]}" -gt 0 ]; then
+    printf 'FAILED: %s\n' "${failed[@]}"
+    exit 1
+fi
