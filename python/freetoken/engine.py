@@ -68,13 +68,10 @@ class Engine:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Abort what runs and free the model. Calling it twice does nothing."""
+        """End what runs and free the model. Calling it twice does nothing."""
         with self._lock:
             if self._scheduler is None:
                 return
-            self._scheduler.abort(None)
-            while self._scheduler.has_work:
-                self._scheduler.step()
             self._scheduler = self._runner = None
         if self.config.device == "cuda":
             import torch
@@ -140,7 +137,7 @@ class Engine:
         params.check_vocabulary(self.config.model.vocab_size)
         live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids))
         self._live[live.rid] = live
-        self._dispatch(self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice))))
+        self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice)))
         return live
 
     def _step(self) -> None:
@@ -150,8 +147,8 @@ class Engine:
             if self._scheduler.has_work:
                 self._dispatch(self._scheduler.step())
 
-    def _dispatch(self, outputs: list[RequestOutput] | None) -> None:
-        for output in outputs or ():
+    def _dispatch(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
             live = self._live.get(output.rid)
             if live is not None and not live.done:
                 self._receive(live, output)

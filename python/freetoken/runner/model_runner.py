@@ -31,8 +31,8 @@ PROMPT_LOGPROB_ROWS = 256
 CPU_CONTEXTS = 8
 
 
-# One chunk of prompt log-probabilities: request id, positions, alternatives a position, tensors.
-_PromptPiece = tuple[str, int, int, list[torch.Tensor]]
+# One chunk of prompt log-probabilities: request id, target ids, alternatives a position, tensors.
+_PromptPiece = tuple[str, list[int], int, list[torch.Tensor]]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Pending:
 
     ids: np.ndarray
     plan: SamplePlan
-    logprobs: list[torch.Tensor]
+    pieces: list[torch.Tensor]
     prompts: list[_PromptPiece]
     event: torch.cuda.Event | None
 
@@ -81,6 +81,13 @@ class ModelRunner:
         )
         self._load_weights()
         self._load_seconds = time.monotonic() - started
+        self.sampler = Sampler(
+            max_rows=self.max_rows,
+            vocab_size=config.model.vocab_size,
+            sample_vocab=config.sample_vocab,
+            device=self.device,
+            default_seed=config.random_seed,
+        )
         self.max_pages = -(-config.context_length // self.page_size)
         self.memory = self._plan_memory()
         self.num_pages = self.memory.num_pages
@@ -108,13 +115,6 @@ class ModelRunner:
             max_pages=self.max_pages,
             device=self.device,
             dtype=self.dtype,
-        )
-        self.sampler = Sampler(
-            max_rows=self.max_rows,
-            vocab_size=model.vocab_size,
-            sample_vocab=config.sample_vocab,
-            device=self.device,
-            default_seed=config.random_seed,
         )
         self.graphs = self._capture_graphs(capture)
 
@@ -312,10 +312,10 @@ class ModelRunner:
             for done in range(0, max(count, 0), PROMPT_LOGPROB_ROWS):
                 size = min(PROMPT_LOGPROB_ROWS, count - done)
                 first = s.start + done + 1
-                target_ids = np.array(s.req.ids[first : first + size], dtype=np.int64)
-                (targets,) = self._ring.upload(Layout.of([(size, np.int64)]), [target_ids])
+                ids = s.req.ids[first : first + size]
+                (targets,) = self._ring.upload(Layout.of([(size, np.int64)]), [np.array(ids, dtype=np.int64)])
                 logits = self.model.logits(hidden[offset + done : offset + done + size])
-                pieces.append((s.req.rid, size, top, self.sampler.prompt_logprobs(logits, targets, top)))
+                pieces.append((s.req.rid, ids, top, self.sampler.prompt_logprobs(logits, targets, top)))
             offset += s.length
         return pieces
 
@@ -327,7 +327,7 @@ class ModelRunner:
     ) -> _Pending:
         device: list[torch.Tensor] = []
         if out is not None:
-            device = [out.ids, *out.device_tensors()]
+            device = out.device_tensors()
         tensors = [*device, *(t for piece in prompts for t in piece[3])]
         if not self.cuda:
             host = [t.clone() for t in tensors]
@@ -343,9 +343,9 @@ class ModelRunner:
                 offset += size
             event = self._results.mark(index)
         split = iter(host[len(device) :])
-        moved = [(rid, size, top, [next(split) for _ in tensors]) for rid, size, top, tensors in prompts]
-        ids = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
-        return _Pending(ids, plan, host[1 : len(device)], moved, event)
+        moved = [(rid, ids, top, [next(split) for _ in tensors]) for rid, ids, top, tensors in prompts]
+        drawn = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
+        return _Pending(drawn, plan, host[: len(device)], moved, event)
 
     @torch.inference_mode()
     def collect(self, pending: _Pending) -> StepResult:
@@ -353,10 +353,10 @@ class ModelRunner:
         if pending.event is not None:
             pending.event.synchronize()
         result = StepResult(ids=pending.ids.tolist())
-        if pending.logprobs:
-            result.logprobs = pending.plan.entries(pending.logprobs)
-        for rid, size, top, tensors in pending.prompts:
-            entries = self.sampler.prompt_entries(tensors, size, top)
+        if pending.pieces:
+            result.logprobs = pending.plan.entries(pending.pieces)
+        for rid, targets, top, tensors in pending.prompts:
+            entries = self.sampler.prompt_entries(targets, tensors, top)
             result.prompt_logprobs.setdefault(rid, []).extend(entries)
         return result
 
@@ -365,7 +365,7 @@ class ModelRunner:
     def info(self) -> dict[str, Any]:
         """JSON-ready: device, memory, kernels and why, graph buckets."""
         name = torch.cuda.get_device_name() if self.cuda else "CPU"
-        choices = [*self.model.kernel_choices(), *self.sampler.kernel_choices()]
+        choices = [*self.model.kernel_choices(), self.sampler.choice]
         return {
             "device": name,
             "torch": torch.__version__,

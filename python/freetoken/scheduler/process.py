@@ -143,7 +143,7 @@ class SchedulerProcess:
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, AddRequest):
-            self._publish_refusals(self.scheduler.add(message))
+            self.scheduler.add(message)
         elif isinstance(message, AbortRequest):
             self.scheduler.abort(message.rid)
         elif isinstance(message, FlushCache):
@@ -158,10 +158,6 @@ class SchedulerProcess:
             self._stopping = True
             if not message.drain:
                 self.scheduler.abort(None)
-
-    def _publish_refusals(self, outputs: list[RequestOutput] | None) -> None:
-        if outputs:
-            self.send(StepOutput(outputs))
 
     def _profile(self, message: Profile) -> ControlReply:
         import torch
