@@ -15,7 +15,7 @@ import pytest
 import regex
 from make_tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, TRAINING_TEXT, make_tiny_model
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
@@ -290,8 +290,91 @@ def test_eos_user_defined_unused_and_empty_tokens(tiny_gguf: Path, tmp_path: Pat
     assert tokenizer.token_bytes(known) == "<é think>".encode()
 
 
+class PlainSentencePiece:
+    """Merge the two neighbours whose union is the token of highest score, the leftmost of equals, until none is left."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        tokens, kinds = file.metadata["tokenizer.ggml.tokens"], file.metadata["tokenizer.ggml.token_type"].tolist()
+        self.ids = {token: index for index, token in enumerate(tokens)}
+        self.scores = {
+            t: s for t, s, k in zip(tokens, file.metadata["tokenizer.ggml.scores"].tolist(), kinds) if k == 1
+        }
+        self.prefix = "\u2581" if file.metadata.get("tokenizer.ggml.add_space_prefix", True) else ""
+        self.special = [token for token, kind in zip(tokens, kinds) if kind in (2, 3, 4)]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in regex.split("(" + "|".join(map(regex.escape, self.special)) + ")", text):
+            if piece in self.special:
+                ids.append(self.ids[piece])
+            elif piece:
+                ids += self.merge(list(self.prefix + piece.replace(" ", "\u2581")))
+        return ids
+
+    def merge(self, parts: list[str]) -> list[int]:
+        while True:
+            found = [(-self.scores[a + b], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in self.scores]
+            if not found:
+                break
+            at = min(found)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        ids: list[int] = []
+        for part in parts:
+            ids += [self.ids[part]] if part in self.ids else [self.ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+        return ids
+
+
+def sentencepiece_metadata(size: int) -> dict[str, Any]:
+    """Metadata as a sentencepiece BPE model leaves them: later merges have lower scores, all characters the lowest."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.train_from_iterator(TRAINING_TEXT, trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    learned = sorted(backend.get_vocab().items(), key=lambda entry: entry[1])
+    pieces = [token for token, _ in learned if len(token) > 1] + [token for token, _ in learned if len(token) == 1]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "<user>"]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.add_bos_token": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [4],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))] + [0.0],
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@pytest.mark.parametrize("prefix", [None, False])
+def test_sentencepiece_matches_plain_python(prefix: bool | None, tiny_gguf: Path, tmp_path: Path) -> None:
+    change = sentencepiece_metadata(500) | {"tokenizer.ggml.add_space_prefix": prefix}
+    path = rewrite_metadata(tiny_gguf, tmp_path / "spm.gguf", change)
+    ours, plain = load_tokenizer(open_checkpoint(path)), PlainSentencePiece(GGUFFile.open(path))
+    texts = TEXTS + list(TRAINING_TEXT) + random_texts(500, seed=8) + ["hi<s> there</s><user>x <unk>y", "<0x41>"]
+    for text in texts:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == plain.encode(text), text
+        assert ours.encode(text) == [1, *ids]
+        if not any(token in text for token in ("<s>", "</s>", "<user>", "<unk>")):
+            assert ours.decode(ids) == text
+            pieces = b"".join(ours.token_bytes(token) for token in ids).decode()
+            assert pieces == (" " + text if prefix is None and text else text)
+    assert ours.special_ids == {0, 1, 2} and ours.size == len(change["tokenizer.ggml.tokens"])
+
+
+def test_sentencepiece_matches_transformers(tiny_gguf: Path, tmp_path: Path) -> None:
+    path = rewrite_metadata(tiny_gguf, tmp_path / "spm.gguf", sentencepiece_metadata(500))
+    ours = load_tokenizer(open_checkpoint(path))
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    for text in TEXTS + random_texts(300, seed=9):
+        if text.strip() == text and "<" not in text:
+            assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False), text
+
+
 BAD_GGUF: list[tuple[dict[str, Any], str]] = [
-    ({"tokenizer.ggml.model": "llama"}, "'llama' is not served; pass --tokenizer-path"),
+    ({"tokenizer.ggml.model": "t5"}, "'t5' is not served; pass --tokenizer-path"),
+    ({"tokenizer.ggml.model": [1, 2]}, "tokenizer.ggml.model"),
+    ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores"),
     ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
     ({"tokenizer.ggml.model": 7}, "'7' is not served"),
     ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre 'falcon' is not served"),
