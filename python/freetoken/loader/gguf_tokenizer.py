@@ -1,8 +1,12 @@
 """Tokenizers from GGUF metadata, built with the ``tokenizers`` library (torch-free).
 
-The vocabulary is ``tokenizer.ggml.tokens`` (byte-level alphabet, added tokens in clear), with kinds in ``token_type``
-(1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte) and merges as "left right". ``tokenizer.ggml.pre``
-names how text is cut before merging; the patterns below are the published ones of each family.
+``tokenizer.ggml.tokens`` is the vocabulary, with kinds in ``token_type`` (1 normal, 2 unknown, 3 control, 4 user-defined,
+5 unused, 6 byte). Two models are served:
+
+- ``gpt2``: byte-level BPE. Tokens are spelled in the byte-level alphabet (added ones in clear), merges as "left right", and
+  ``tokenizer.ggml.pre`` names how text is cut before merging; the patterns below are the published ones of each family.
+- ``llama``: sentencepiece BPE. Blanks are spelled U+2581, any two neighbours merge whose union is a token, the highest of
+  ``tokenizer.ggml.scores`` first, and characters outside the vocabulary become ``<0xNN>`` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from tokenizers.models import BPE
 from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+BLANK = "\u2581"
+MAX_PIECE_CHARACTERS = 256
 SPECIAL_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -74,33 +80,78 @@ def chat_template(file: GGUFFile) -> str | None:
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
     """The tokenizer that the metadata of ``file`` describe; :class:`StartupError` when it cannot be built."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if not isinstance(model, str) or model != "gpt2":
+    name = model if isinstance(model, str) else None
+    if name == "gpt2":
+        tokenizer, bos_first = _byte_level(file)
+    elif name == "llama":
+        tokenizer, bos_first = _sentencepiece(file), True
+    else:
         said = "is missing" if model is None else f"{str(model)[:40]!r} is not served"
         _fail(file, f"tokenizer.ggml.model {said}; pass --tokenizer-path with the folder of the original tokenizer")
+    tokens, kinds = _tokens(file), _kinds(file)
+    for kind, special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
+        added = [AddedToken(tokens[int(i)], normalized=False, special=special) for i in np.flatnonzero(kinds == kind)]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([entry for entry in added if entry.content])
+    _frame(file, tokenizer, bos_first)
+    return tokenizer
+
+
+def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
+    """The tokenizer without added tokens, and whether its family puts the bos token first."""
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         _fail(
             file,
             f"tokenizer.ggml.pre {str(pre)[:40]!r} is not served; pass --tokenizer-path with the original tokenizer",
         )
-    tokens, kinds = _tokens(file), _kinds(file)
+    vocabulary, merges = _vocabulary(file), _merges(file)
     try:
-        merges = _merges(file)
-        bpe = BPE(vocab=_vocabulary(file, tokens, kinds), merges=merges, ignore_merges=pre in _WHOLE_PIECES)
-    except StartupError:
-        raise
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_PIECES))
     except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
         _fail(file, f"the tokenizer cannot be built: {error}")
-    tokenizer = Tokenizer(bpe)
     normalizer, tokenizer.pre_tokenizer = byte_level_parts(pre)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        added = [AddedToken(tokens[int(i)], normalized=False, special=special) for i in np.flatnonzero(kinds == kind)]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    _frame(file, tokenizer, pre)
+    return tokenizer, pre in _BOS_FIRST
+
+
+def _sentencepiece(file: GGUFFile) -> Tokenizer:
+    """The tokenizer without added tokens. A blank is put before every stretch of text between added tokens, and one is
+    taken off when decoding, unless the file says otherwise."""
+    vocabulary = _vocabulary(file)
+    unknown = special_tokens(file).get("unk_token")
+    tokenizer = Tokenizer(
+        BPE(
+            vocab=vocabulary,
+            merges=_scored_merges(file, vocabulary),
+            unk_token=unknown if unknown in vocabulary else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spell, unspell = normalizers.Replace(" ", BLANK), [decoders.Replace(BLANK, " "), decoders.ByteFallback()]
+    if _flag(file, "add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), spell])
+        tokenizer.decoder = decoders.Sequence([*unspell, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = spell
+        tokenizer.decoder = decoders.Sequence([*unspell, decoders.Fuse()])
     return tokenizer
+
+
+def _scored_merges(file: GGUFFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to put a normal token together from two others, the token with the highest score first."""
+    kinds, scores = _kinds(file), file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(kinds) or not np.isfinite(scores).all():
+        _fail(file, f"metadata key 'tokenizer.ggml.scores' must hold one number for each of {len(kinds)} tokens")
+    normal = {token: index for token, index in vocabulary.items() if kinds[index] == NORMAL}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(normal, key=lambda token: -float(scores[normal[token]])):
+        if len(token) <= MAX_PIECE_CHARACTERS:
+            pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+            merges += [(left, right) for left, right in pairs if left in normal and right in normal]
+    return merges
 
 
 def _fail(file: GGUFFile, problem: str) -> NoReturn:
@@ -123,9 +174,10 @@ def _kinds(file: GGUFFile) -> np.ndarray:
     return kinds
 
 
-def _vocabulary(file: GGUFFile, tokens: list[str], kinds: np.ndarray) -> dict[str, int]:
+def _vocabulary(file: GGUFFile) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
-    for index, (token, kind) in enumerate(zip(tokens, kinds.tolist())):
+    tokens = _tokens(file)
+    for index, (token, kind) in enumerate(zip(tokens, _kinds(file).tolist())):
         if kind == UNUSED or token == "":
             continue
         if token in vocabulary:
@@ -147,9 +199,9 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
     return pairs
 
 
-def _frame(file: GGUFFile, tokenizer: Tokenizer, pre: str) -> None:
+def _frame(file: GGUFFile, tokenizer: Tokenizer, bos_first: bool) -> None:
     """Make ``add_special_tokens`` put bos first and eos last where the file asks for it."""
-    before = _flag(file, "add_bos_token", pre in _BOS_FIRST)
+    before = _flag(file, "add_bos_token", bos_first)
     after = _flag(file, "add_eos_token", False)
     framed = [name for name, wanted in (("bos", before), ("eos", after)) if wanted]
     if not framed:

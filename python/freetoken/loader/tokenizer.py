@@ -69,9 +69,10 @@ class Tokenizer:
         """Token ids of ``text``; special tokens written out in it are recognised. ``add_special_tokens`` frames it as the
         model wants (bos, say). :class:`RequestError` for text that is not Unicode (half a surrogate pair)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError:
             raise RequestError("the text holds half a surrogate pair, which is not a character") from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
