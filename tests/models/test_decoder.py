@@ -238,7 +238,7 @@ def test_tensor_parallel_shards_add_up() -> None:
     parts = [layer.down(layer.gate_up(x)) for layer in ranks]
     torch.testing.assert_close(parts[0] + parts[1], whole.down(whole.gate_up(x)))
     assert torch.equal(torch.cat([layer.qkv.weight[48:64] for layer in ranks]), whole.qkv.weight[96:128])
-    with pytest.raises(StartupError, match="key-value heads of 2 does not divide over 4"):
+    with pytest.raises(StartupError, match=r"num_attention_heads \(6\) does not divide over 4"):
         DecoderModel(model_config(oracle), dtype=torch.float32, device="cpu", max_positions=64, tp_size=4)
 
 

@@ -127,8 +127,8 @@ class DecoderModel:
         self.device = torch.device(device)
         self.max_positions = max_positions
         place = Placement(dtype, self.device, tp_rank, tp_size)
-        place.share(config.num_heads, "the number of attention heads")
-        place.share(config.num_kv_heads, "the number of key-value heads")
+        place.share(config.num_heads, "num_attention_heads")
+        place.share(config.num_kv_heads, "num_key_value_heads")
         with torch.inference_mode():
             self.ops = Ops(config, self.device, max_positions)
             self.embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)

@@ -51,7 +51,7 @@ class Placement:
     def share(self, size: int, what: str) -> int:
         """This rank's part of ``size``; :class:`StartupError` when it does not divide evenly."""
         if size % self.tp_size != 0:
-            raise StartupError(f"{what} of {size} does not divide over {self.tp_size} tensor-parallel ranks")
+            raise StartupError(f"{what} ({size}) does not divide over {self.tp_size} tensor-parallel ranks")
         return size // self.tp_size
 
 

@@ -63,7 +63,7 @@ def rope_kv(
     or neither.
     """
     kv_heads, size = k_pool.shape[1], k_pool.shape[3]
-    heads = qkv.view(qkv.shape[0], -1, size)
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // size, size)
     q_heads = heads.shape[1] - 2 * kv_heads
     if q_norm is not None and k_norm is not None:
         q = rotate(head_norm(heads[:, :q_heads], q_norm, eps), cos, signed_sin)

@@ -13,7 +13,7 @@ MAX_TOKENS = 16
 class GemmConfig:
     """Settings of one launch.
 
-    ``block_n`` weight rows a program, ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
+    ``block_n`` output columns a program (with the activation, that many gate rows and as many up rows), ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
     the depth of the asynchronous copies (tensor-core kernel only). ``unroll`` steps of K are issued together
     (matrix-vector kernel only). ``split_k`` programs share the rows and add their parts in a fixed order.
     """
@@ -46,14 +46,18 @@ def pick_config(n: int, k: int, m: int) -> GemmConfig:
         return found
     if m == 1:
         block_k = min(1024, _power_of_two_at_least(k))
-        block_n = 8 if n >= 2048 else 4 if n >= 1024 else 2
+        block_n = 4 if n >= 16384 else 8 if n >= 2048 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 1024)))
-    block_n = 16 if n < 16384 else 32
-    return GemmConfig(block_n, 256 if k >= 256 else max(16, _power_of_two_at_least(k)), num_warps=4, num_stages=4)
+    block_n, longest = (16, 256) if n < 16384 else (32, 128)
+    block_k = max(16, min(longest, _power_of_two_at_least(k)))
+    return GemmConfig(block_n, block_k, num_warps=4, num_stages=4)
 
 
 def candidates(n: int, k: int, m: int) -> list[GemmConfig]:
-    """Settings worth timing for this shape, the default first; ``n`` counts weight rows (gate and up together)."""
+    """Settings worth timing for this shape, the default first; ``n`` counts weight rows (gate and up together).
+
+    Some may ask for more shared memory or registers than a given GPU has; a tuning loop skips those that fail to launch.
+    """
     found = [pick_config(n, k, m)]
     if m == 1:
         grid = itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))

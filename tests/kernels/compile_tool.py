@@ -1,0 +1,103 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads registers and spills from the result.
+
+A test lists :class:`KernelCase` rows in a module of its own and calls :func:`compile_cases` with that module's name and the
+name of the list. The work happens in another process without ``TRITON_INTERPRET``, so a row names its kernel instead of
+holding it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ARCHITECTURES = (80, 90, 120)
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One specialisation of one kernel.
+
+    ``kernel`` is ``module:function``. ``signature`` gives the types of the run-time arguments in Triton's notation (``*bf16``,
+    ``*i64``, ``i32``, ``fp32``), ``constexprs`` the values of the others, ``options`` those of the launch (``num_warps``,
+    ``num_stages``). Pointers count as divisible by 16.
+    """
+
+    name: str
+    kernel: str
+    signature: dict[str, str]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler made: registers a thread, bytes spilled to local memory a thread, shared memory of a program."""
+
+    name: str
+    arch: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def compile_cases(
+    module: str, attribute: str = "CASES", architectures: tuple[int, ...] = ARCHITECTURES
+) -> list[Compiled]:
+    """Compile every row for every architecture; raises with the compiler's output when one does not compile."""
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, __file__, module, attribute, *map(str, architectures)]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"offline compile failed:\n{result.stderr[-4000:]}")
+    return [Compiled(**json.loads(line)) for line in result.stdout.splitlines()]
+
+
+def _compile(case: KernelCase, arch: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = case.kernel.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    types = {argument: case.signature.get(argument, "constexpr") for argument in function.arg_names}
+    missing = [argument for argument, kind in types.items() if kind == "constexpr" and argument not in case.constexprs]
+    if missing:
+        raise ValueError(f"{case.name}: no type or value for {missing}")
+    pointers = [index for index, kind in enumerate(types.values()) if kind.startswith("*")]
+    source = ASTSource(
+        function, types, case.constexprs, attrs={(index,): [["tt.divisibility", 16]] for index in pointers}
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
+    usage = _resource_usage(kernel.asm["cubin"])
+    return Compiled(case.name, arch, usage["REG"], usage["STACK"] + usage["LOCAL"], kernel.metadata.shared)
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def _main(module: str, attribute: str, *architectures: str) -> None:
+    # Rows are made by the importable copy of this module, whose class is not that of ``__main__``.
+    for case in getattr(importlib.import_module(module), attribute):
+        for arch in architectures:
+            print(json.dumps(asdict(_compile(case, int(arch)))), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""The decoder's kernels at the shapes of Qwen3-8B in bfloat16 (hidden 4096, 32/8 heads of 128, ffn 12288)."""
+
+from __future__ import annotations
+
+from compile_tool import KernelCase
+
+from freetoken.kernels.small_gemm.configs import pick_config
+
+HIDDEN, FFN, VOCAB, QKV = 4096, 12288, 151936, 6144
+GEMM = "freetoken.kernels.small_gemm.triton"
+PRODUCTS = {
+    "qkv": (QKV, HIDDEN, False),
+    "o": (HIDDEN, HIDDEN, False),
+    "gate_up": (2 * FFN, HIDDEN, True),
+    "down": (HIDDEN, FFN, False),
+    "head": (VOCAB, HIDDEN, False),
+}
+
+
+def _norm(residual: bool) -> KernelCase:
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "sum_ptr"), "*bf16")
+    return KernelCase(
+        f"rms_norm residual={residual}",
+        "freetoken.kernels.rms_norm.triton:rms_norm_kernel",
+        {**pointers, "eps": "fp32"},
+        {"width": HIDDEN, "BLOCK": HIDDEN, "HAS_RESIDUAL": residual},
+        {"num_warps": 16},
+    )
+
+
+def _rope(heads: int, norm: bool) -> KernelCase:
+    names = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "q_ptr", "k_pool_ptr", "v_pool_ptr")
+    signature = {**dict.fromkeys(names, "*bf16"), "table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
+    return KernelCase(
+        f"rope_kv heads={heads} norm={norm}",
+        "freetoken.kernels.rope_kv.triton:rope_kv_kernel",
+        {**signature, "eps": "fp32"},
+        {
+            "Q_HEADS": 32,
+            "KV_HEADS": 8,
+            "HEAD_DIM": 128,
+            "ROTARY_DIM": 128,
+            "PAGE_SIZE": 16,
+            "HEADS": heads,
+            "BLOCK_HALF": 64,
+            "BLOCK_REST": 1,
+            "HAS_NORM": norm,
+        },
+        {"num_warps": 1 if heads < 4 else 4},
+    )
+
+
+def _product(name: str, m: int) -> KernelCase:
+    rows, k, silu = PRODUCTS[name]
+    config = pick_config(rows, k, m)
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16")
+    signature = {
+        **pointers,
+        "out_ptr": "*fp32" if name == "head" else "*bf16",
+        "parts_ptr": "*fp32",
+        "arrivals_ptr": "*i32",
+    }
+    values = {
+        "N": rows // 2 if silu else rows,
+        "K": k,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLIT_K": config.split_k,
+        "HAS_BIAS": False,
+        "SILU": silu,
+    }
+    if m == 1:
+        options = {"num_warps": config.num_warps}
+        return KernelCase(
+            f"gemv {name}", f"{GEMM}:gemv_kernel", signature, {**values, "UNROLL": config.unroll}, options
+        )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return KernelCase(f"gemm {name} m={m}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options)
+
+
+CASES = [
+    _norm(False),
+    _norm(True),
+    _rope(1, True),
+    _rope(8, True),
+    _rope(1, False),
+    KernelCase(
+        "silu_mul",
+        "freetoken.kernels.silu_mul.triton:silu_mul_kernel",
+        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"width": FFN, "BLOCK": 1024},
+        {"num_warps": 4},
+    ),
+    *(_product(name, 1) for name in PRODUCTS),
+    *(_product(name, 16) for name in PRODUCTS),
+]

@@ -1,0 +1,134 @@
+"""Small products: kernels against torch, reference against scalar Python, settings by shape."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from poison import DEVICE, choice, poisoned_outputs
+
+from freetoken.kernels import checking
+from freetoken.kernels.checking import KernelCheckError, relative_rms
+from freetoken.kernels.silu_mul import SiluMul
+from freetoken.kernels.small_gemm import MAX_TOKENS, GemmConfig, SmallGemm, candidates, pick_config, reference, triton
+
+GEMV = [
+    GemmConfig(4, 64, 1),
+    GemmConfig(2, 32, 1, unroll=2),
+    GemmConfig(1, 128, 2, unroll=4),
+    GemmConfig(8, 32, 1, split_k=3),
+    GemmConfig(4, 16, 1, unroll=2, split_k=2),
+]
+GEMM = [
+    GemmConfig(16, 32, 4, num_stages=3),
+    GemmConfig(32, 64, 4, num_stages=2, split_k=2),
+    GemmConfig(16, 16, 2, split_k=4),
+]
+
+
+def scratch_for(config: GemmConfig, n: int, halves: int) -> triton.Scratch:
+    scratch = triton.Scratch()
+    scratch.reserve(n, config.split_k, halves, config.block_n, DEVICE)
+    if scratch.parts is not None:
+        scratch.parts.fill_(float("nan"))
+    return scratch
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 33), (50, 200), (1, 8)])
+@pytest.mark.parametrize(
+    ("m", "config"), [*[(1, c) for c in GEMV], *[(m, c) for m, c in zip((2, 16, 5), GEMM, strict=True)]], ids=str
+)
+def test_kernel_equals_reference(
+    m: int, config: GemmConfig, n: int, k: int, bias: bool, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = 2 if silu else 1
+    x = torch.randn(m, k, device=DEVICE)
+    weight = torch.randn(n * halves, k, device=DEVICE) * k**-0.5
+    offset = torch.randn(n * halves, device=DEVICE) if bias else None
+    scratch = scratch_for(config, n, halves)
+    for dtype in (torch.float32, torch.float16):
+        inputs = [x.to(dtype), weight.to(dtype), None if offset is None else offset.to(dtype)]
+        with poisoned_outputs(monkeypatch):
+            if silu:
+                actual = triton.linear_silu_mul(*inputs, config=config, scratch=scratch)
+            else:
+                actual = triton.linear(*inputs, config=config, scratch=scratch)
+        expected = (reference.linear_silu_mul if silu else reference.linear)(*inputs)
+        assert actual.shape == (m, n) and actual.dtype == dtype
+        assert relative_rms(actual, expected) <= checking.RELATIVE_RMS[dtype]
+        if config.split_k > 1:
+            assert not scratch.arrivals.any()
+
+
+def test_empty_and_widened_outputs() -> None:
+    weight = torch.randn(6, 8, device=DEVICE).half()
+    assert triton.linear(torch.empty(0, 8, device=DEVICE).half(), weight).shape == (0, 6)
+    assert triton.linear_silu_mul(torch.empty(0, 8, device=DEVICE).half(), weight).shape == (0, 3)
+    x = torch.randn(1, 8, device=DEVICE).half()
+    wide = triton.linear(x, weight, None, torch.float32)
+    assert wide.dtype == torch.float32 and torch.equal(wide, triton.linear(x, weight).float())
+
+
+def test_reference_equals_scalar_python() -> None:
+    x = [[1.0, -2.0, 0.5], [3.0, 0.0, -1.0]]
+    weight = [[0.5, 1.0, -1.0], [2.0, 0.25, 4.0], [1.0, 1.0, 1.0], [-1.0, 0.0, 2.0]]
+    bias = [0.1, -0.2, 0.3, 0.0]
+    for rows in (x[:1], x):
+        plain = reference.linear(torch.tensor(rows), torch.tensor(weight), torch.tensor(bias))
+        gated = reference.linear_silu_mul(torch.tensor(rows), torch.tensor(weight), torch.tensor(bias))
+        for i, row in enumerate(rows):
+            sums = [sum(a * b for a, b in zip(row, w, strict=True)) + c for w, c in zip(weight, bias, strict=True)]
+            for j in range(4):
+                assert math.isclose(float(plain[i, j]), sums[j], rel_tol=1e-6, abs_tol=1e-6)
+            for j in range(2):
+                silu = sums[j] / (1 + math.exp(-sums[j]))
+                assert math.isclose(float(gated[i, j]), silu * sums[2 + j], rel_tol=1e-5, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("m", [1, 2, 16, 17])
+def test_op_routes_by_rows(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    weight = torch.randn(32, 48, device=DEVICE).half()
+    gemm.reserve(weight, silu=True)
+    x = torch.randn(m, 48, device=DEVICE).half()
+    launched = []
+    launch = triton._launch
+    monkeypatch.setattr(triton, "_launch", lambda *args: (launched.append(m), launch(*args)))
+    assert relative_rms(gemm.linear(x, weight), reference.linear(x, weight)) < 2e-3
+    assert relative_rms(gemm.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight)) < 2e-3
+    assert len(launched) == (2 if m <= MAX_TOKENS else 0)
+
+
+def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = SmallGemm(choice("small_gemm", "check"), SiluMul(choice("silu_mul", "reference")))
+    x, weight = torch.randn(1, 16, device=DEVICE), torch.randn(8, 16, device=DEVICE)
+    torch.testing.assert_close(gemm.linear(x, weight), x @ weight.t())
+    assert gemm.linear(x, weight, None, torch.float32).dtype == torch.float32
+    gemm.linear_silu_mul(x, weight)
+    monkeypatch.setattr(triton, "linear", lambda x, weight, *_, **__: x @ weight.t() + 0.1)
+    with pytest.raises(KernelCheckError, match="small_gemm: the output differs"):
+        gemm.linear(x, weight)
+
+
+def test_a_split_without_scratch_is_refused() -> None:
+    with pytest.raises(ValueError, match="scratch"):
+        triton.linear(torch.ones(1, 8), torch.ones(4, 8), config=GemmConfig(4, 8, 1, split_k=2))
+
+
+QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
+
+
+@pytest.mark.parametrize(("n", "k"), [*QWEN3_8B, (960, 576), (8, 8)])
+@pytest.mark.parametrize("m", [1, 2, 16])
+def test_candidates_start_with_the_default_and_are_legal(n: int, k: int, m: int) -> None:
+    found = candidates(n, k, m)
+    assert found[0] == pick_config(n, k, m)
+    assert len(found) == len(set(found)) and (len(found) > 20 or k < 1024)
+    for config in found:
+        for value in (config.block_n, config.block_k, config.num_warps):
+            assert value & (value - 1) == 0 and value > 0
+        if m > 1:
+            assert config.block_n >= 16 and config.block_k >= 16
