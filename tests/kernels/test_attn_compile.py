@@ -19,8 +19,9 @@ import pytest
 
 # Shared memory a program may use, in bytes (CUDA C++ Programming Guide, technical specifications per capability).
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
-# head_dim, heads, kv_heads, element type
-SHAPES = [(64, 9, 3, "bf16"), (128, 32, 8, "bf16"), (256, 16, 2, "bf16"), (80, 8, 2, "fp16"), (128, 8, 2, "fp32")]
+# head_dim, heads, kv_heads, element type; a padded head_dim and float32 on one generation each, to spare time
+SHAPES = [(64, 9, 3, "bf16"), (128, 32, 8, "bf16"), (256, 16, 2, "bf16")]
+MORE_SHAPES = {80: [(80, 8, 2, "fp16")], 90: [(128, 8, 2, "fp32")], 120: []}
 POINTERS = {
     "table_ptr": "*i32",
     "rows_ptr": "*i64",
@@ -70,7 +71,7 @@ def main(arch: int) -> None:
     from freetoken.kernels.attn_prefill.config import prefill_config
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    for head_dim, heads, kv_heads, element in SHAPES:
+    for head_dim, heads, kv_heads, element in SHAPES + MORE_SHAPES[arch]:
         size = dtypes[element].itemsize
         block_d = next_power_of_two(head_dim)
         shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "PAGE": 16, "BLOCK_D": block_d}
@@ -97,7 +98,7 @@ def test_resources(arch: int) -> None:
     done = subprocess.run([sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == 2 * len(SHAPES) + 3
+    assert len(results) == 3 * len(SHAPES) + 2 * len(MORE_SHAPES[arch])
     for result in results:
         assert result["stack"] == 0, result
         assert result["shared"] <= SHARED_MEMORY[arch], result

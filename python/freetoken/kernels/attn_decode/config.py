@@ -54,7 +54,7 @@ def decode_config(
     else:
         min_share, splits = block_n, -(-4 * num_sms // programs)
     splits = max(1, min(splits, -(-max_seq_len // min_share)))
-    num_warps = 4 if group <= 16 else 8
+    num_warps = 8 if group > 16 or element_size > 2 else 4
     return DecodeConfig(block_n=block_n, min_share=min_share, splits=splits, num_warps=num_warps, num_stages=3)
 
 
