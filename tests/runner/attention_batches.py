@@ -14,6 +14,8 @@ from freetoken.runner.attention import AttentionBackend, build_attention
 from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
 
+# Kernels run where there is a GPU, else in Triton's interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest relative RMS of a backend's output against the reference.
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -63,12 +65,12 @@ def make_case(
     device: str = "cpu",
     num_layers: int = 1,
     max_pages: int | None = None,
-    share: bool = True,
+    spare_pages: int = 5,
     seed: int = 0,
 ) -> Case:
     """``decodes`` are sequence lengths, ``prefills`` are ``(prefix, q_len)``.
 
-    With ``share``, each row's first page is the first page of the row before, where both have more than one page. Pages
+    Each row's first page is the first page of the row before, where both have more than one page. Pages
     nobody owns, page 0, slots past a sequence's end and table entries past its last page hold poison: NaN, or page
     numbers out of range.
     """
@@ -76,7 +78,7 @@ def make_case(
     lens = [*decodes, *(p + n for p, n in prefills)]
     counts = [-(-n // page_size) for n in lens]
     max_pages = max(counts) + 2 if max_pages is None else max_pages
-    num_pages = sum(counts) + 5
+    num_pages = sum(counts) + spare_pages
     kv = KVPool(
         num_layers=num_layers,
         num_pages=num_pages,
@@ -93,7 +95,7 @@ def make_case(
     owned: dict[int, int] = {}
     for i, (length, count) in enumerate(zip(lens, counts, strict=True)):
         pages = [free.pop() for _ in range(count)]
-        if share and i and count > 1 and counts[i - 1] > 1:
+        if i and count > 1 and counts[i - 1] > 1:
             pages[0] = int(table[order[i - 1], 0])
         table[order[i], :count] = torch.tensor(pages, dtype=torch.int32)
         for j, page in enumerate(pages):

@@ -16,6 +16,15 @@ class DecodeConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class JoinConfig:
+    """``step`` partial results are added at a time."""
+
+    step: int
+    num_warps: int
+    num_stages: int
+
+
 def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -45,5 +54,10 @@ def decode_config(
     else:
         min_share, splits = block_n, -(-4 * num_sms // programs)
     splits = max(1, min(splits, -(-max_seq_len // min_share)))
-    num_warps = 4 if group <= 16 else 8
+    num_warps = 8 if group > 16 or element_size > 2 else 4
     return DecodeConfig(block_n=block_n, min_share=min_share, splits=splits, num_warps=num_warps, num_stages=3)
+
+
+def join_config(head_dim: int) -> JoinConfig:
+    """Launch parameters of the kernel that joins the parts of a sequence; one program for each query head."""
+    return JoinConfig(step=8, num_warps=4 if head_dim >= 128 else 2, num_stages=2)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.attn_decode.config import DecodeConfig, next_power_of_two
+from freetoken.kernels.attn_decode.config import DecodeConfig, join_config, next_power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -195,6 +195,7 @@ def attn_decode_triton(
         enable_fp_fusion=True,
     )
     if config.splits > 1:
+        join = join_config(head_dim)
         _join_kernel[(num_heads, batch)](
             partial,
             lse,
@@ -207,8 +208,8 @@ def attn_decode_triton(
             BLOCK_D=block_d,
             BLOCK_N=config.block_n,
             BLOCK_S=next_power_of_two(config.splits),
-            STEP=8,
-            num_warps=4 if head_dim >= 128 else 2,
-            num_stages=2,
+            STEP=join.step,
+            num_warps=join.num_warps,
+            num_stages=join.num_stages,
             enable_fp_fusion=True,
         )

@@ -26,7 +26,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     """
     hopper = capability[0] == 9
     if dtype == torch.float32:
-        return PrefillConfig(32, 32 if head_dim <= 128 else 16, 4, 1)
+        return PrefillConfig(32 if head_dim <= 128 else 16, 16, 8, 1)
     if head_dim <= 64:
         return PrefillConfig(128, 64, 4 if hopper else 8, 3)
     if head_dim <= 128:
