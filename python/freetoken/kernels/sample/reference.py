@@ -66,8 +66,8 @@ def argmax_ids(logits: torch.Tensor, sample_vocab: int) -> torch.Tensor:
 
 
 def masses(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Integer weights ``round(exp(values - top) * 2**40)``: ``values [S, N]``, ``top [S, 1]`` -> ``[S, N] int64``."""
-    return torch.exp(values - top).mul_(MASS_ONE).round_().to(torch.int64)
+    """Integer weights, ``exp(values - top) * 2**40`` rounded down: ``values [S, N]``, ``top [S, 1]`` -> ``[S, N] int64``."""
+    return torch.exp(values - top).mul_(MASS_ONE).to(torch.int64)
 
 
 def row_top(scaled: torch.Tensor) -> torch.Tensor:
