@@ -91,7 +91,7 @@ class _Work:
     seed: int
     banned: frozenset[int]
     logprobs: bool
-    prompt_logprobs: range
+    prompt_logprobs: list[TokenLogprob]
 
 
 @dataclass
@@ -170,7 +170,8 @@ class FakeRunner:
             assert piece.sample == (end == len(req.ids))
         row.scheduled = end
         ban = piece.out_index < req.sampling.min_new_tokens
-        asked = range(piece.start + 1, min(end + 1, req.prompt_len)) if piece.prompt_logprobs else range(0)
+        scored = range(piece.start + 1, min(end + 1, req.prompt_len)) if piece.prompt_logprobs else ()
+        entries = [TokenLogprob(req.ids[p], -float(p)) for p in scored]
         return _Work(
             req.arrival,
             req.rid,
@@ -184,7 +185,7 @@ class FakeRunner:
             req.seed,
             req.stop_ids if ban else frozenset(),
             req.sampling.logprobs is not None,
-            asked,
+            entries,
         )
 
     def _written(self, work: _Work) -> tuple[int, ...]:
@@ -219,8 +220,7 @@ class FakeRunner:
         # A later piece of the same prompt may have been launched already, so only the beginning is compared.
         assert sequence.tolist() == tokens[:end], f"{work.rid}: the KV read is not that of the sequence"
         if work.prompt_logprobs:
-            entries = [TokenLogprob(tokens[p], -float(p)) for p in work.prompt_logprobs]
-            result.prompt_logprobs[work.rid] = entries
+            result.prompt_logprobs[work.rid] = work.prompt_logprobs
         if not work.sample:
             return
         drawn = next_token(sequence, work.seed, work.out_index, work.banned)

@@ -1,0 +1,127 @@
+"""Random histories of the scheduler: every text is that of the request alone, and the books add up after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from fake_runner import Harness, make_config
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from freetoken.scheduler import policy
+
+STEM = [(7 * i * i + 3 * i) % 50 for i in range(48)]
+
+
+class SchedulerHistory(RuleBasedStateMachine):
+    """Adds, aborts, steps and flushes in any order; at the end everything runs out and is compared."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        chunk=st.sampled_from([1, 7, 64]),
+        prefill=st.sampled_from([64, 128]),
+        order=st.sampled_from(["fcfs", "lpm"]),
+        pool=st.sampled_from([64, 96, 400]),
+        rows=st.integers(1, 5),
+        flags=st.fixed_dictionaries({"overlap": st.booleans(), "disable_radix_cache": st.booleans()}),
+        start=st.sampled_from([0.0, policy.RATIO_START]),
+        shared=st.sampled_from([2, policy.SHARED_PREFIX_TOKENS]),
+    )
+    def start(
+        self,
+        page_size: int,
+        chunk: int,
+        prefill: int,
+        order: str,
+        pool: int,
+        rows: int,
+        flags: dict[str, Any],
+        start: float,
+        shared: int,
+    ) -> None:
+        self.patches = [
+            mock.patch.object(policy, "RATIO_START", start),
+            mock.patch.object(policy, "RATIO_FLOOR", min(start, policy.RATIO_FLOOR)),
+            mock.patch.object(policy, "SHARED_PREFIX_TOKENS", shared),
+            mock.patch.object(policy, "MAX_BYPASS", 2),
+        ]
+        for patch in self.patches:
+            patch.start()
+        config = make_config(
+            page_size=page_size, chunked_prefill_size=chunk, max_prefill_tokens=prefill, schedule_policy=order, **flags
+        )
+        self.harness = Harness(config, num_pages=pool // page_size + 1, max_rows=rows)
+        self.count = 0
+
+    @rule(
+        stem=st.integers(0, 48),
+        tail=st.lists(st.integers(0, 49), max_size=6),
+        new=st.one_of(st.none(), st.integers(1, 40)),
+        ignore_eos=st.booleans(),
+        stops=st.lists(st.integers(0, 49), max_size=3),
+        least=st.integers(0, 3),
+        scored=st.booleans(),
+    )
+    def add(
+        self, stem: int, tail: list[int], new: int | None, ignore_eos: bool, stops: list[int], least: int, scored: bool
+    ) -> None:
+        self.harness.add(
+            f"r{self.count}",
+            STEM[:stem] + tail or [1],
+            max_new_tokens=new,
+            ignore_eos=ignore_eos,
+            stop_token_ids=tuple(stops),
+            min_new_tokens=least if new is None else min(least, new),
+            prompt_logprobs=0 if scored else None,
+        )
+        self.count += 1
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.harness.step()
+
+    @precondition(lambda self: self.count)
+    @rule(which=st.integers(0, 100))
+    def abort(self, which: int) -> None:
+        self.harness.scheduler.abort(f"r{which % self.count}")
+        self.harness.scheduler.check()
+
+    @rule()
+    def abort_all(self) -> None:
+        self.harness.scheduler.abort(None)
+        self.harness.scheduler.check()
+
+    @rule()
+    def flush(self) -> None:
+        idle = not self.harness.scheduler.live and not self.harness.scheduler.flights
+        assert self.harness.scheduler.flush_cache() == idle
+        self.harness.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        try:
+            self.harness.run()
+            for i in range(self.count):
+                self.harness.check_text(f"r{i}")
+                self.check_prompt_logprobs(f"r{i}")
+            scheduler = self.harness.scheduler
+            assert scheduler.flush_cache() and scheduler.pages.used_count == scheduler.rows.used_count == 0
+        finally:
+            for patch in self.patches:
+                patch.stop()
+
+    def check_prompt_logprobs(self, rid: str) -> None:
+        request, outputs = self.harness.requests[rid], self.harness.outputs[rid]
+        if request.sampling.prompt_logprobs is not None and outputs[0].ids:
+            assert [entry.id for entry in outputs[0].prompt_logprobs or []] == request.ids
+            assert outputs[0].cached_tokens == 0
+
+
+TestSchedulerHistory = SchedulerHistory.TestCase
+TestSchedulerHistory.settings = settings(
+    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
