@@ -224,7 +224,8 @@ class FakeScheduler:
             logprobs = [entry(token, run.sampling.logprobs) for token in ids]
         prompt = None
         if run.sampling.prompt_logprobs is not None and first:
-            prompt = [entry(token, run.sampling.prompt_logprobs) for token in run.ids[1:]]
+            prompt = [TokenLogprob(run.ids[0], None)]
+            prompt += [entry(token, run.sampling.prompt_logprobs) for token in run.ids[1:]]
         return RequestOutput(
             run.rid,
             ids,
