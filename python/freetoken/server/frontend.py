@@ -78,7 +78,7 @@ class Frontend:
         self._in_system = 0
         self._waiting_tokens = 0
         self._longest_token = 0
-        self._scheduler_ready = False
+        self.scheduler_ready = False
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
         self._call_ids = itertools.count(1)
         self._changed = asyncio.Event()
@@ -113,7 +113,7 @@ class Frontend:
 
     async def wait_scheduler(self) -> None:
         """Until the scheduler is ready. :class:`RequestError` when it failed instead."""
-        while not self._scheduler_ready and self.status.state == "loading":
+        while not self.scheduler_ready and self.status.state == "loading":
             self._changed.clear()
             await self._changed.wait()
         if self.status.state == "failed":
@@ -326,7 +326,7 @@ class Frontend:
             self.info = message.info
             self.metrics.set_kernels(message.info)
             self.status = Status(self.status.state, "warm-up") if self.status.state == "loading" else self.status
-            self._scheduler_ready = True
+            self.scheduler_ready = True
             self._changed.set()
         elif isinstance(message, messages.Failed):
             self.scheduler_gone(message.reason)
