@@ -281,3 +281,8 @@ def in_thread(scheduler: FakeScheduler, ready: bool = True) -> threading.Thread:
     thread = threading.Thread(target=scheduler.run, args=(ready,), daemon=True)
     thread.start()
     return thread
+
+
+def run_120(config: Config, folder: str) -> int:
+    """A scheduler of 120 steps a second, to measure the HTTP process with."""
+    return FakeScheduler(config, folder, delay=1 / 120).run()

@@ -95,7 +95,9 @@ def test_serves_drains_on_sigterm_and_exits_0(started: list[Process]) -> None:
     url = server.ready()
     assert "1,000 KV tokens" in server.text() and "norm reference" in server.text()
     answers: list[httpx.Response] = []
-    worker = threading.Thread(target=lambda: answers.append(httpx.post(**chat(url, "count", max_tokens=600), timeout=20)))
+    worker = threading.Thread(
+        target=lambda: answers.append(httpx.post(**chat(url, "count", max_tokens=600), timeout=20))
+    )
     worker.start()
     time.sleep(0.3)
     server.process.send_signal(signal.SIGTERM)
@@ -173,7 +175,13 @@ def test_health_shows_the_phase_while_loading_and_requests_are_refused(started: 
     url = f"http://127.0.0.1:{port}"
     health = httpx.get(url + "/health")
     assert health.status_code == 503
-    assert health.json() == {"status": "loading", "phase": "weights", "done": 3 * 2**20, "total": 4 * 2**20, "unit": "bytes"}
+    assert health.json() == {
+        "status": "loading",
+        "phase": "weights",
+        "done": 3 * 2**20,
+        "total": 4 * 2**20,
+        "unit": "bytes",
+    }
     refused = httpx.post(**chat(url, "say:hi"))
     assert refused.status_code == 503 and "retry-after" in refused.headers
     assert server.end() == 1
@@ -245,5 +253,7 @@ def test_the_http_process_imports_no_torch() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     path = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests")])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
