@@ -207,7 +207,7 @@ class FakeScheduler:
             self.send(StepOutput(outputs, stats))
 
     def next(self, run: Running) -> RequestOutput:
-        token = ord("a") + run.said % 26 if run.script is None else run.script[run.said]
+        token = ord("a") + run.said % 26 if run.script is None else run.script[min(run.said, len(run.script) - 1)]
         run.said += 1
         finish = None
         ends = {*run.sampling.stop_token_ids} | (set() if run.sampling.ignore_eos else {EOS})

@@ -16,6 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from freetoken.launch_server import Opened, main
+from freetoken.server_args import ServerArgs, model_overrides
+from server.fakes import ByteTokenizer, make_config
+
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = """
 import sys
@@ -217,15 +221,25 @@ def test_two_servers_and_a_taken_port(started: list[Process]) -> None:
         ([], {"FREETOKEN_FUSED_NORM": "maybe"}, "FREETOKEN_FUSED_NORM='maybe'"),
         (["--chat-template", "/no/such/file"], {}, "--chat-template /no/such/file cannot be read"),
         (["--host", "no.such.host.invalid"], {}, "cannot listen on no.such.host.invalid"),
+        (["--json-model-override-args", "{"], {}, "--json-model-override-args is not valid JSON"),
     ],
 )
 def test_bad_settings_are_one_sentence(
-    started: list[Process], flags: list[str], env: dict[str, str], says: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    env: dict[str, str],
+    says: str,
 ) -> None:
-    server = Process("run_scheduler", "--log-level", "error", *flags, env=env)
-    started.append(server)
-    assert server.end() == 1
-    assert len(server.log) == 1 and says in server.log[0]
+    def opened(args: ServerArgs) -> Opened:
+        model_overrides(args)
+        return Opened("tiny", make_config().model, ByteTokenizer())
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["--port", "0", "--device", "cpu", "--log-level", "error", *flags]
+    assert main(arguments, scheduler="server.fakes:run_scheduler", open_checkpoint=opened) == 1
+    assert re.fullmatch(f"freetoken: .*{re.escape(says)}.*\n", capsys.readouterr().err)
 
 
 def test_idle_costs_next_to_nothing(started: list[Process]) -> None:
