@@ -120,7 +120,7 @@ async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, 
         raise StartupError(frontend.status.reason)
     if server.interrupted:
         return 128 + server.signals[-1]
-    return 0 if code == 0 or frontend.info == {} else 1
+    return 1 if code != 0 and frontend.scheduler_ready else 0
 
 
 def _failure(startup: asyncio.Future[None]) -> BaseException | None:

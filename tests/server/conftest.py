@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import httpx
 import openai
 import pytest
-from server.fakes import ByteTokenizer, FakeScheduler, in_thread, make_config
 
 from freetoken.messages import Channel
 from freetoken.server.frontend import Frontend
 from freetoken.server.http import build_app
 from freetoken.server.lifecycle import HttpServer, listen, server_address
+from server.fakes import ByteTokenizer, FakeScheduler, in_thread, make_config
 
 
 @dataclass

@@ -207,7 +207,7 @@ class FakeScheduler:
             self.send(StepOutput(outputs, stats))
 
     def next(self, run: Running) -> RequestOutput:
-        token = ord("a") + run.said % 26 if run.script is None else run.script[run.said]
+        token = ord("a") + run.said % 26 if run.script is None else run.script[min(run.said, len(run.script) - 1)]
         run.said += 1
         finish = None
         ends = {*run.sampling.stop_token_ids} | (set() if run.sampling.ignore_eos else {EOS})
@@ -224,7 +224,8 @@ class FakeScheduler:
             logprobs = [entry(token, run.sampling.logprobs) for token in ids]
         prompt = None
         if run.sampling.prompt_logprobs is not None and first:
-            prompt = [entry(token, run.sampling.prompt_logprobs) for token in run.ids[1:]]
+            prompt = [TokenLogprob(run.ids[0], None)]
+            prompt += [entry(token, run.sampling.prompt_logprobs) for token in run.ids[1:]]
         return RequestOutput(
             run.rid,
             ids,
@@ -280,3 +281,8 @@ def in_thread(scheduler: FakeScheduler, ready: bool = True) -> threading.Thread:
     thread = threading.Thread(target=scheduler.run, args=(ready,), daemon=True)
     thread.start()
     return thread
+
+
+def run_120(config: Config, folder: str) -> int:
+    """A scheduler of 120 steps a second, to measure the HTTP process with."""
+    return FakeScheduler(config, folder, delay=1 / 120).run()

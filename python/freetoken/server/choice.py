@@ -1,17 +1,101 @@
-"""One sequence as the HTTP process follows it: outputs of the scheduler in, events for the client out (torch-free)."""
+"""A client request and its sequences as the HTTP process follows them: outputs of the scheduler in, events for the client
+out (torch-free)."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from freetoken.errors import RequestError
 from freetoken.messages import Finish, RequestOutput, TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.detokenizer import OutputText, Tokenizer
-from freetoken.server.generation import GenEvent
+from freetoken.server.generation import GenEvent, GenSpec
 
 if TYPE_CHECKING:
-    from freetoken.server.frontend import Generation
+    from freetoken.server.frontend import Frontend
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class Generation:
+    """One client request on its way. Made by :meth:`Frontend.admit`; :meth:`close` must be called in the end."""
+
+    def __init__(self, frontend: Frontend, spec: GenSpec, reserved_tokens: int) -> None:
+        self.spec = spec
+        self.created = int(time.time())
+        self.choices: list[Choice] = []
+        self.reserved_tokens = reserved_tokens
+        self.aborted = False
+        self._frontend = frontend
+        self._open = spec.num_choices
+        self._pending: dict[int, GenEvent] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._gone = False
+        self.failure: RequestError | None = None
+
+    async def start(self) -> None:
+        """Render, tokenise, check and send. Raises :class:`RequestError`, or :class:`ClientGone` if so."""
+        await self._frontend.start(self)
+        self.check_client()
+
+    def check_client(self) -> None:
+        if self._gone:
+            raise ClientGone
+
+    async def next(self) -> list[GenEvent]:
+        """All events since the last call, at least one, one a choice; an empty list once every choice has ended.
+
+        Raises :class:`ClientGone` after :meth:`cancel`.
+        """
+        while True:
+            self.check_client()
+            if self._pending:
+                events = list(self._pending.values())
+                self._pending = {}
+                return events
+            if self._open == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def put(self, event: GenEvent) -> None:
+        """Add an event; one the consumer has not taken yet grows instead."""
+        if event.finish is not None:
+            self._open -= 1
+        earlier = self._pending.get(event.index)
+        if earlier is None:
+            self._pending[event.index] = event
+        else:
+            earlier.merge(event)
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """The client is gone: stop generating and wake the consumer."""
+        self._gone = True
+        self.close()
+        self.wake()
+
+    def end_all(self, finish: str, error: RequestError | None) -> None:
+        """Give every choice that is still open its last event; :meth:`Frontend.forget` must follow."""
+        self.failure = error
+        for index in range(self.spec.num_choices):
+            if index >= len(self.choices) or not self.choices[index].done:
+                self.put(GenEvent(index, finish=finish, error=error))
+        self.wake()
+
+    def close(self) -> None:
+        """Abort whatever still runs. Idempotent."""
+        self._frontend.forget(self)
 
 
 class Choice:

@@ -1,6 +1,6 @@
 """Between HTTP and the scheduler: admission, template, tokeniser, detokeniser, aborts, and the scheduler's fate.
 
-Everything here runs on the event loop except :meth:`Frontend._prepare` (thread pool) and :class:`_Receiver` (one thread
+Everything here runs on the event loop except :meth:`Frontend._prepare` (thread pool) and ``receiver`` (one thread
 that blocks on the scheduler's socket and hands each step's events over in one piece). Torch-free.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,13 @@ import zmq
 
 from freetoken import messages
 from freetoken.errors import RequestError
-from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, StepOutput, ToScheduler
+from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
 from freetoken.sampling_params import SamplingParams
-from freetoken.server.choice import Choice
+from freetoken.server.choice import Choice, Generation
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.metrics import Metrics
+from freetoken.server.receiver import Receiver
 from freetoken.server.template import ChatTemplate
 from freetoken.server_args import Config
 
@@ -35,10 +35,6 @@ log = logging.getLogger(__name__)
 CONTROL_TIMEOUT = 60.0
 _RETRY_QUEUE = 1
 _RETRY_LOADING = 5
-
-
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
 
 
 @dataclass
@@ -51,144 +47,6 @@ class Status:
     total: int = 0
     unit: str = ""
     reason: str = ""
-
-
-class Generation:
-    """One client request on its way. Made by :meth:`Frontend.admit`; :meth:`close` must be called in the end."""
-
-    def __init__(self, frontend: Frontend, spec: GenSpec, reserved_tokens: int) -> None:
-        self.spec = spec
-        self.created = int(time.time())
-        self.choices: list[Choice] = []
-        self.reserved_tokens = reserved_tokens
-        self.aborted = False
-        self._frontend = frontend
-        self._open = spec.num_choices
-        self._pending: dict[int, GenEvent] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._gone = False
-        self.failure: RequestError | None = None
-
-    async def start(self) -> None:
-        """Render, tokenise, check and send. Raises :class:`RequestError`, or :class:`ClientGone` if so."""
-        await self._frontend.start(self)
-        self.check_client()
-
-    def check_client(self) -> None:
-        if self._gone:
-            raise ClientGone
-
-    async def next(self) -> list[GenEvent]:
-        """All events since the last call, at least one, one a choice; an empty list once every choice has ended.
-
-        Raises :class:`ClientGone` after :meth:`cancel`.
-        """
-        while True:
-            self.check_client()
-            if self._pending:
-                events = list(self._pending.values())
-                self._pending = {}
-                return events
-            if self._open == 0:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def put(self, event: GenEvent) -> None:
-        """Add an event; one the consumer has not taken yet grows instead."""
-        if event.finish is not None:
-            self._open -= 1
-        earlier = self._pending.get(event.index)
-        if earlier is None:
-            self._pending[event.index] = event
-        else:
-            earlier.merge(event)
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def cancel(self) -> None:
-        """The client is gone: stop generating and wake the consumer."""
-        self._gone = True
-        self.close()
-        self.wake()
-
-    def end_all(self, finish: str, error: RequestError | None) -> None:
-        """Give every choice that is still open its last event; :meth:`Frontend.forget` must follow."""
-        self.failure = error
-        for index in range(self.spec.num_choices):
-            if index >= len(self.choices) or not self.choices[index].done:
-                self.put(GenEvent(index, finish=finish, error=error))
-        self.wake()
-
-    def close(self) -> None:
-        """Abort whatever still runs. Idempotent."""
-        self._frontend.forget(self)
-
-
-class _Receiver(threading.Thread):
-    """Blocks on the scheduler's socket; detokenises a whole step before it wakes the event loop once."""
-
-    def __init__(self, frontend: Frontend, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(name="freetoken-receiver", daemon=True)
-        self._frontend, self._socket, self._loop = frontend, socket, loop
-
-    def run(self) -> None:
-        while True:
-            data = self._socket.recv()
-            if not data:
-                return
-            try:
-                message = messages.decode_to_frontend(data)
-                if isinstance(message, StepOutput):
-                    batch = self._step(message)
-                    if batch:
-                        self._loop.call_soon_threadsafe(self._frontend.deliver, batch)
-                else:
-                    self._loop.call_soon_threadsafe(self._frontend.control, message)
-            except msgspec.DecodeError:
-                log.exception("the scheduler sent a message that cannot be read")
-            except RuntimeError:
-                return  # the loop has closed under us: the server is going down
-
-    def _step(self, step: StepOutput) -> list[tuple[Choice, GenEvent | None]]:
-        now = time.monotonic()
-        choices, metrics = self._frontend.live, self._frontend.metrics
-        if step.stats is not None:
-            metrics.set_stats(step.stats)
-        batch: list[tuple[Choice, GenEvent | None]] = []
-        tokens = 0
-        for output in step.outputs:
-            choice = choices.get(output.rid)
-            if choice is None:
-                continue
-            first = choice.last_output == 0.0
-            if output.ids:
-                tokens += len(output.ids)
-                if first:
-                    metrics.ttft.observe(now - choice.arrival)
-                else:
-                    metrics.itl.observe(now - choice.last_output)
-            if first:
-                metrics.started(output.prompt_tokens, output.cached_tokens)
-                if output.queue_seconds is not None:
-                    metrics.queue.observe(output.queue_seconds)
-            choice.last_output = now
-            event = choice.take(output)
-            if choice.ended:
-                choices.pop(output.rid, None)
-                metrics.e2e.observe(now - choice.arrival)
-                if output.finish is not None and output.finish.kind == "abort":
-                    metrics.aborted.inc()
-            if event is not None or first:
-                batch.append((choice, event))
-        if tokens:
-            metrics.generation_tokens.inc(tokens)
-        return batch
 
 
 class Frontend:
@@ -220,7 +78,7 @@ class Frontend:
         self._in_system = 0
         self._waiting_tokens = 0
         self._longest_token = 0
-        self._scheduler_ready = False
+        self.scheduler_ready = False
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
         self._call_ids = itertools.count(1)
         self._changed = asyncio.Event()
@@ -233,7 +91,7 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._push, pull = self._channel.frontend_sockets(self._context)
-        self._receiver = _Receiver(self, pull, self._loop)
+        self._receiver = Receiver(self, pull, self._loop)
         self._receiver.start()
         self._pull = pull
         self._pool.submit(self._measure_vocabulary)
@@ -255,7 +113,7 @@ class Frontend:
 
     async def wait_scheduler(self) -> None:
         """Until the scheduler is ready. :class:`RequestError` when it failed instead."""
-        while not self._scheduler_ready and self.status.state == "loading":
+        while not self.scheduler_ready and self.status.state == "loading":
             self._changed.clear()
             await self._changed.wait()
         if self.status.state == "failed":
@@ -468,7 +326,7 @@ class Frontend:
             self.info = message.info
             self.metrics.set_kernels(message.info)
             self.status = Status(self.status.state, "warm-up") if self.status.state == "loading" else self.status
-            self._scheduler_ready = True
+            self.scheduler_ready = True
             self._changed.set()
         elif isinstance(message, messages.Failed):
             self.scheduler_gone(message.reason)

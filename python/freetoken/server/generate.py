@@ -18,7 +18,7 @@ from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
-from freetoken.server.openai_response import DONE, finite, full_prompt_logprobs, sse
+from freetoken.server.openai_response import DONE, finite, sse
 from freetoken.server.wire import SamplingReader, boolean, integer, mapping, refuse_unserved, token_ids, warn_unknown
 from freetoken.server_args import Config
 
@@ -197,7 +197,7 @@ class GenerateWriter:
     def _add_logprobs(self, meta: dict[str, Any], event: GenEvent) -> None:
         groups = {"output": event.logprobs or []}
         if self._asks_prompt:
-            groups["input"] = full_prompt_logprobs(event)
+            groups["input"] = event.prompt_logprobs or []
         for name, entries in groups.items():
             meta[f"{name}_token_logprobs"] = [self._triple(entry.id, entry.logprob) for entry in entries]
             meta[f"{name}_top_logprobs"] = [self._top(entry) for entry in entries]

@@ -162,7 +162,7 @@ class Scheduler:
         """End the child and give its exit code: asked politely if it serves, killed when it does not listen."""
         self._asked = True
         if not self._ended.is_set():
-            if at_once or self._frontend.status.state in ("loading", "failed"):
+            if at_once or not self._frontend.scheduler_ready or self._frontend.status.state == "failed":
                 self._process.kill()
             else:
                 self._frontend.shut_scheduler()

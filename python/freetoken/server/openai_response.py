@@ -26,12 +26,6 @@ def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LOWEST_LOGPROB)
 
 
-def full_prompt_logprobs(event: GenEvent) -> list[TokenLogprob]:
-    """One entry a prompt token; the first token has no probability."""
-    entries, ids = event.prompt_logprobs or [], event.prompt_ids or []
-    return [TokenLogprob(ids[0], None), *entries] if len(entries) == len(ids) - 1 else entries
-
-
 class OpenAIWriter:
     """Writes the answer to one request, choice by choice."""
 
@@ -159,7 +153,7 @@ class OpenAIWriter:
         if first:
             self._offsets[event.index] = _Offsets(self._tokenizer, self._prompts[event.index].sampling)
             if self._request.echo:
-                entries = full_prompt_logprobs(event) + entries
+                entries = (event.prompt_logprobs or []) + entries
         offsets = self._offsets[event.index]
         text_of = self._tokenizer.token_text
         tops: list[dict[str, float | None] | None] = []

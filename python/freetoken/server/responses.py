@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from freetoken.errors import RequestError
-from freetoken.server.frontend import ClientGone, Frontend, Generation
+from freetoken.server.choice import ClientGone, Generation
+from freetoken.server.frontend import Frontend
 from freetoken.server.generation import GenEvent, GenSpec
 from freetoken.server.openai_response import sse
 from freetoken.server.wire import error_object
