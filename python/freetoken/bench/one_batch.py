@@ -296,7 +296,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
     runner = ModelRunner(config, progress)
     found: list[dict[str, Any]] = []
+
+    def replays() -> int:
+        return sum(runner.graph_counts()[0].values())
+
     for requests, input_len in shapes(args):
+        before = replays()
         timings = [
             BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
             for seed in range(args.repeats + 1)
@@ -309,7 +314,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             input_len=input_len,
             output_len=args.output_len,
             roofs=roofs,
-            graph=bool(runner.info().get("cuda_graph_bs")),
+            graph=replays() > before,
         )
         found += pair
         print(*map(summary.one_batch_line, pair), sep="\n", flush=True)
