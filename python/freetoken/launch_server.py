@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import uvloop
 
-from freetoken import environ, hardware, server_args
+from freetoken import environ, server_args
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import RequestError, StartupError
 from freetoken.messages import Channel
-from freetoken.models.config import ModelConfig
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.frontend import Frontend
 from freetoken.server.http import build_app
@@ -25,28 +22,11 @@ from freetoken.server.lifecycle import HttpServer, Scheduler, listen, server_add
 from freetoken.server.metrics import kernel_table
 from freetoken.server.progress import Progress
 from freetoken.server_args import Config, ServerArgs
+from freetoken.startup import Opened, configure, open_model
 
 log = logging.getLogger("freetoken")
 
 SCHEDULER = "freetoken.scheduler.process:run_scheduler"
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What the start needs to know of a checkpoint before any weight is read."""
-
-    path: str
-    model: ModelConfig
-    tokenizer: Tokenizer
-
-
-def open_model(args: ServerArgs) -> Opened:
-    """Read the model's description and tokenizer; :class:`StartupError` when they are not usable."""
-    from freetoken.loader import checkpoint, demo, tokenizer
-
-    path = args.model_path or str(demo.demo_model_path())
-    opened = checkpoint.open_checkpoint(path, args.load_format, server_args.model_overrides(args))
-    return Opened(path, opened.model, tokenizer.load_tokenizer(opened, args.tokenizer_path))
 
 
 def main(
@@ -66,14 +46,7 @@ def main(
         _set_up_logging(args.log_level)
         with listen(args.host, args.port) as listener:
             opened = open_checkpoint(args)
-            config = server_args.resolve(
-                args,
-                hardware.probe(),
-                opened.model,
-                model_path=opened.path,
-                seed=secrets.randbits(31),
-                tokenizer_size=opened.tokenizer.size,
-            )
+            config = configure(args, opened)
             for name, reason in config.reasons.items():
                 log.info("%s = %s: %s", name, getattr(config, name, ""), reason)
             return uvloop.run(_serve(config, opened.tokenizer, listener, scheduler))

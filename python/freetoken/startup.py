@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
-from freetoken import environ, hardware
+from freetoken import environ, hardware, server_args
 from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.demo import demo_model_path
-from freetoken.loader.tokenizer import Tokenizer, load_tokenizer
-from freetoken.server_args import Config, ServerArgs, model_overrides, resolve
+from freetoken.loader.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from freetoken.models.config import ModelConfig
+from freetoken.server_args import Config, ServerArgs
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What both front ends start from."""
+class Opened:
+    """What the start needs to know of a checkpoint before any weight is read."""
 
-    config: Config
+    path: str
+    model: ModelConfig
     tokenizer: Tokenizer
 
 
-def prepare(args: ServerArgs) -> Prepared:
-    """Open the model's metadata and tokenizer and resolve ``args``.
+def open_model(args: ServerArgs) -> Opened:
+    """Read the model's description and its tokenizer; :class:`~freetoken.errors.StartupError` when they are not usable.
 
-    Raises :class:`~freetoken.errors.StartupError` or :class:`~freetoken.environ.EnvironmentValueError`, each one
-    sentence, for anything that cannot work.
+    Random weights (``--load-format dummy``) of a folder without a tokenizer get one of plain bytes.
+    """
+    path = args.model_path or str(demo_model_path())
+    checkpoint = open_checkpoint(path, args.load_format, server_args.model_overrides(args))
+    if args.load_format == "dummy" and args.tokenizer_path is None and not _has_tokenizer(Path(path)):
+        return Opened(path, checkpoint.model, byte_tokenizer(checkpoint.model.vocab_size))
+    return Opened(path, checkpoint.model, load_tokenizer(checkpoint, args.tokenizer_path))
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return path.is_file() or (path / "tokenizer.json").exists() or any(path.glob("*.gguf"))
+
+
+def configure(args: ServerArgs, opened: Opened) -> Config:
+    """Check the environment and decide every ``auto``; :class:`~freetoken.errors.StartupError` or
+    :class:`~freetoken.environ.EnvironmentValueError`, each one sentence, for what cannot work.
     """
     environ.validate()
-    path = args.model_path or demo_model_path()
-    checkpoint = open_checkpoint(path, args.load_format, model_overrides(args))
-    tokenizer = load_tokenizer(checkpoint, args.tokenizer_path)
-    config = resolve(
+    return server_args.resolve(
         args,
         hardware.probe(),
-        checkpoint.model,
-        model_path=path,
+        opened.model,
+        model_path=opened.path,
         seed=secrets.randbits(31),
-        tokenizer_size=tokenizer.size,
+        tokenizer_size=opened.tokenizer.size,
     )
-    return Prepared(config, tokenizer)

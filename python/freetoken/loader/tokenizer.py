@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from freetoken.errors import RequestError, StartupError
 from freetoken.loader import gguf_tokenizer
@@ -34,7 +35,7 @@ class Tokenizer:
     ``size`` is the largest id plus one. ``special_tokens`` maps ``bos_token``, ``eos_token``, ``unk_token`` and
     ``pad_token`` to their text where the model has them (what chat templates are given); the properties of the same names
     give ``None`` otherwise. ``special_ids`` are left out by ``decode(..., skip_special_tokens=True)``. ``chat_template``
-    is the Jinja source or ``None``.
+    is the Jinja source or ``None``. ``byte_level`` says that the pieces of a text are its bytes, cut anywhere.
     """
 
     def __init__(self, backend: Backend, special_tokens: dict[str, str], chat_template: str | None) -> None:
@@ -47,7 +48,7 @@ class Tokenizer:
         self._added = {token: entry.content for token, entry in added.items()}
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._byte_level, self._byte_fallback = _decoder_kinds(backend)
+        self.byte_level, self._byte_fallback = _decoder_kinds(backend)
 
     @property
     def bos_token(self) -> str | None:
@@ -92,7 +93,7 @@ class Tokenizer:
         piece = self._backend.id_to_token(token) if 0 <= token < self.size else None
         if piece is None:
             return b""
-        if self._byte_level:
+        if self.byte_level:
             values = [BYTE_OF_CHARACTER.get(character) for character in piece]
             return piece.encode() if None in values else bytes(value for value in values if value is not None)
         if self._byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
@@ -128,6 +129,19 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer_path: str | None = None) ->
     if path.suffix.lower() == ".gguf":
         return _load(TokenizerFiles(gguf=GGUFFile.open(path)))
     return _from_folder(path.parent, path)
+
+
+def byte_tokenizer(size: int) -> Tokenizer:
+    """A stand-in for random weights without a tokenizer: ids 0 to 255 are the bytes of UTF-8, each later id ``n`` up to
+    ``size`` reads as the word ``n``. It has no special tokens and no chat template.
+    """
+    alphabet = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+    blank = alphabet[0x20]
+    vocabulary = {alphabet[i] if i < 256 else f"{blank}{i}": i for i in range(max(size, 256))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {}, None)
 
 
 def _load(files: TokenizerFiles) -> Tokenizer:
