@@ -13,7 +13,7 @@ from freetoken.runner.attention import AttentionBackend
 from freetoken.runner.forward_batch import ForwardBatch
 
 # Bytes of K and V gathered at a time. On a CPU the copy should still be in the cache when it is read again.
-CPU_GATHER_BYTES = 2 << 20
+CPU_GATHER_BYTES = 4 << 20
 GPU_GATHER_BYTES = 256 << 20
 # Elements of the mask of one piece of a prefill that has a prefix.
 MASK_ELEMENTS = 4 << 20

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from freetoken.errors import StartupError
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, next_power_of_two
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from freetoken.kernels.attn_prefill.config import prefill_config, prefill_tiles
 from freetoken.kernels.attn_prefill.triton import attn_prefill_triton
@@ -31,7 +31,9 @@ class TritonAttention(AttentionBackend):
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
             capability = torch.cuda.get_device_capability(self.device)
         self._prefill_config = prefill_config(self.head_dim, self.dtype, capability)
-        self._decode_configs = [self._decode_config(batch) for batch in range(1, self.max_rows + 1)]
+        # A graph's bucket may exceed the rows it serves.
+        largest = next_power_of_two(self.max_rows)
+        self._decode_configs = [self._decode_config(batch) for batch in range(1, largest + 1)]
         needed = (
             workspace_size(batch, self.num_heads, self.head_dim, config.splits)
             for batch, config in enumerate(self._decode_configs, 1)
