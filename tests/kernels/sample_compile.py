@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 
 import triton
-from freetoken.kernels.sample import triton as kernels
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
+from freetoken.kernels.sample import triton as kernels
 
 POINTERS = {
     "x_ptr": "*fp32", "inv_temperature_ptr": "*fp32", "floor_ptr": "*fp32", "last_ptr": "*i32", "top_ptr": "*fp32",
@@ -42,7 +43,14 @@ def spill_bytes(ptx: str, arch: int) -> str:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         suffix = "a" if arch >= 90 else ""
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", f"{folder}/kernel.cubin"]
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name=sm_{arch}{suffix}",
+            str(source),
+            "-o",
+            f"{folder}/kernel.cubin",
+        ]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
     registers = re.findall(r"Used (\d+) registers", said)[0]
@@ -54,7 +62,9 @@ def main(archs: list[int]) -> None:
         for name, constants, warps in VARIANTS:
             function = getattr(kernels, name)
             signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in function.arg_names}
-            source = ASTSource(function, signature, constexprs={(function.arg_names.index(n),): v for n, v in constants.items()})
+            source = ASTSource(
+                function, signature, constexprs={(function.arg_names.index(n),): v for n, v in constants.items()}
+            )
             options = {"num_warps": warps, "enable_fp_fusion": False}
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             print(name, arch, spill_bytes(compiled.asm["ptx"], arch), flush=True)

@@ -16,9 +16,9 @@ import triton.language as tl
 from freetoken.kernels.sample.params import TOP_K_OFF, SampleParams
 from freetoken.kernels.sample.reference import TILE
 
-CHUNK = 8192
+CHUNK = 4096
 CAP = 4096
-SELECT_WARPS = 32
+SELECT_WARPS = 16
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _MASS_ONE = tl.constexpr(2.0**40)
