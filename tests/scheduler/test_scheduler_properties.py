@@ -123,5 +123,5 @@ class SchedulerHistory(RuleBasedStateMachine):
 
 TestSchedulerHistory = SchedulerHistory.TestCase
 TestSchedulerHistory.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

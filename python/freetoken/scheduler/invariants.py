@@ -132,6 +132,7 @@ def _check_queues(scheduler: Scheduler) -> None:
         _require(req.rid == rid and req.status is Status.WAITING, f"{rid} waits with status {req.status}")
         _require(not req.pages and req.row == -1 and req.node is None, f"{rid} waits and holds memory")
         _require(req.pending == 0 and req.in_flight == 0, f"{rid} waits with a step in flight")
+        _require(req.computed == 0, f"{rid} waits with {req.computed} tokens computed")
     queued = sum(len(req.ids) for req in waiting.values())
     _require(queued == scheduler.queued_tokens, f"{scheduler.queued_tokens} queued tokens counted, {queued} there")
     running = [req for req in resident.values() if req.status is Status.RUNNING]
