@@ -13,7 +13,7 @@ from freetoken.messages import AddRequest, Finish, RequestOutput, TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.detokenizer import OutputText
 from freetoken.server_args import ServerArgs
-from freetoken.startup import configure, open_model
+from freetoken.startup import prepare
 
 
 @dataclass
@@ -52,9 +52,7 @@ class Engine:
         from freetoken.scheduler.scheduler import Scheduler
 
         args = ServerArgs.from_dict({"model_path": model_path, "device": device, "dtype": dtype, **server_args})
-        opened = open_model(args)
-        self.config = configure(args, opened)
-        self.tokenizer = opened.tokenizer
+        self.config, self.tokenizer = prepare(args)
         self._runner: Any = ModelRunner(self.config)
         self._scheduler: Any = Scheduler(self.config, self._runner, check_invariants=False)
         self._live: dict[str, _Live] = {}

@@ -52,3 +52,9 @@ def configure(args: ServerArgs, opened: Opened) -> Config:
         seed=secrets.randbits(31),
         tokenizer_size=opened.tokenizer.size,
     )
+
+
+def prepare(args: ServerArgs) -> tuple[Config, Tokenizer]:
+    """:func:`open_model` and :func:`configure` in one, for callers in the same process."""
+    opened = open_model(args)
+    return configure(args, opened), opened.tokenizer

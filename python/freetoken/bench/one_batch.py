@@ -291,7 +291,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     from freetoken.startup import prepare
 
     check(args)
-    config = prepare(server_args(args)).config
+    config, _ = prepare(server_args(args))
     label = args.label or config.served_model_name
     roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
     runner = ModelRunner(config, progress)
