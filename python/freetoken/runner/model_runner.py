@@ -368,12 +368,12 @@ class ModelRunner:
         choices = [*self.model.kernel_choices(), self.sampler.choice]
         return {
             "device": name,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "weights": gib(self.model.weight_bytes),
             "load_seconds": round(self._load_seconds, 2),
             "memory": self.memory.public(),
-            "kv_tokens": self.memory.num_tokens,
+            "max_total_tokens": self.memory.num_tokens,
             "max_running_requests": self.max_rows,
             "kernels": [{"op": c.op, "flag": c.flag, "impl": c.impl, "why": c.why} for c in choices],
             "attention": self.attention.info(),

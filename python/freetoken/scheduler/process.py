@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 
@@ -165,11 +166,12 @@ class SchedulerProcess:
         if message.start:
             if self._profiler is not None:
                 return ControlReply(message.call, False, "a profile is already being taken")
+            folder = message.folder or os.path.join(tempfile.gettempdir(), "freetoken-profile")
             try:
-                os.makedirs(message.folder, exist_ok=True)
+                os.makedirs(folder, exist_ok=True)
             except OSError as error:
-                return ControlReply(message.call, False, f"cannot write to {message.folder}: {error.strerror}")
-            self._profile_folder = message.folder
+                return ControlReply(message.call, False, f"cannot write to {folder}: {error.strerror}")
+            self._profile_folder = folder
             self._profiler = torch.profiler.profile()
             self._profiler.start()  # type: ignore[attr-defined]
             return ControlReply(message.call, True, "started")
