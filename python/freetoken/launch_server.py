@@ -68,11 +68,11 @@ async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, 
     channel = Channel.create()
     progress = Progress(sys.stderr)
     frontend = Frontend(config, tokenizer, channel, on_progress=progress.show)
+    child = Scheduler(target, config, channel.folder, frontend)
     try:
         frontend.open()
         server = HttpServer(build_app(frontend), frontend)
         frontend.on_fatal = lambda reason: server.leave_soon()
-        child = Scheduler(target, config, channel.folder, frontend)
         child.start()
         http = asyncio.ensure_future(server.serve(sockets=[listener]))
         startup = asyncio.ensure_future(_start_up(config, frontend, progress, server_address(listener)))
@@ -86,6 +86,7 @@ async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, 
         code = await child.stop(server.interrupted or failure is not None)
         frontend.close()
     finally:
+        child.kill()
         channel.remove()
     if failure is not None:
         raise failure

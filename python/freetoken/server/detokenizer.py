@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_text(self, token: int) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
 
@@ -69,7 +69,7 @@ class _WindowDecoder:
         self._ids: list[int] = []
         self._read = 0
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
 
     def push(self, ids: Sequence[int]) -> str:
@@ -79,9 +79,21 @@ class _WindowDecoder:
         if text.endswith(REPLACEMENT):
             if end - self._read <= _MAX_HELD_TOKENS:
                 return ""
-            end -= _COMMIT_MARGIN
-            text = self._decode(self._ids[:end])
+            text, end = self._settled(text)
         return self._take(text, end)
+
+    def _settled(self, text: str) -> tuple[str, int]:
+        """Text and length of the leading tokens that later ones cannot change, when all of them decode to ``text``.
+
+        No character has more than four bytes, so the last four tokens may be part of one that is not complete; where a
+        character lies across the cut, the leading text is not how ``text`` begins.
+        """
+        last = len(self._ids) - _COMMIT_MARGIN
+        for end in range(last, last - _COMMIT_MARGIN, -1):
+            leading = self._decode(self._ids[:end])
+            if text.startswith(leading):
+                return leading, end
+        return self._decode(self._ids[:last]), last
 
     def flush(self) -> str:
         return self._take(self._decode(self._ids), len(self._ids)) if self._ids else ""

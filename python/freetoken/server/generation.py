@@ -27,7 +27,7 @@ class ChatPrompt:
 
 def _content_bytes(content: Any) -> int:
     if isinstance(content, str):
-        return len(content.encode("utf-8", "surrogatepass"))
+        return len(content) if content.isascii() else len(content.encode("utf-8", "surrogatepass"))
     if isinstance(content, list):
         return sum(_content_bytes(part.get("text")) for part in content)
     return 0

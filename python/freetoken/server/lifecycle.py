@@ -174,6 +174,13 @@ class Scheduler:
                 await self._ended.wait()
         return self._process.exitcode or 0
 
+    def kill(self) -> None:
+        """Make sure that nothing is left, whatever went wrong."""
+        self._asked = True
+        if self._process.pid is not None and self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
 
 def run_child(target: str, config: Config, folder: str) -> None:
     """Entry of the child process."""

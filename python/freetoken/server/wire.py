@@ -100,7 +100,7 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def token_ids(value: Any, param: str) -> list[int]:
     """A list of non-negative integers, checked."""
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise RequestError(f"{param} must be a list of token ids", param=param)
     if value and not 0 <= min(value) <= max(value) < 2**31:
         raise RequestError(f"{param} holds a token id that is out of range", param=param)
