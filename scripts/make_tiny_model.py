@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -29,6 +28,11 @@ from tokenizers.trainers import BpeTrainer
 from freetoken.loader.gguf_tokenizer import byte_level_parts
 from freetoken.loader.names import canonical_name, expected_tensors
 from freetoken.models.parse import parse_hf_config
+
+try:
+    import gguf
+except ImportError:  # only GGUF files need it
+    gguf = None
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 FLOAT_QUANTS = ("f32", "f16", "bf16")

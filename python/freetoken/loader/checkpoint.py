@@ -31,8 +31,9 @@ class Checkpoint:
     """An opened and checked checkpoint.
 
     ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file. ``hf_config`` is the configuration
-    dictionary after overrides (for a GGUF: made from its metadata). ``tensors`` holds the stored tensors by canonical
-    name (empty for the load format ``dummy``), ``total_bytes`` their stored size.
+    dictionary after overrides (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
+    (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
+    the load format ``dummy``; ``total_bytes`` is their stored size.
     """
 
     kind: str

@@ -11,7 +11,7 @@ from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile, GGUFTensor
 from freetoken.loader.names import DECODABLE_TYPES
 
-CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**17
 
 
 def decode_blocks(blocks: np.ndarray, type_id: int) -> np.ndarray:
@@ -36,6 +36,7 @@ def decode_tensor(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype) -> tor
     result = torch.empty((rows.shape[0], width), dtype=dtype)
     step = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, rows.shape[0], step):
-        chunk = np.array(rows[start : start + step])
-        result[start : start + step] = torch.from_numpy(decode_blocks(chunk, tensor.type_id))
+        # One long row: the decoders work on 16 rows at a time, which is little for narrow ones.
+        chunk = np.array(rows[start : start + step]).reshape(1, -1)
+        result[start : start + step] = torch.from_numpy(decode_blocks(chunk, tensor.type_id)).view(-1, width)
     return result.view(tensor.shape)

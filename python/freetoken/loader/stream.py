@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from freetoken.loader.checkpoint import Checkpoint
-from freetoken.loader.quant import decode_tensor
 from freetoken.loader.safetensors import StoredTensor
 from freetoken.models.config import ModelConfig
 
@@ -50,6 +49,8 @@ def _copy_stored(data: np.memmap, stored: StoredTensor, dtype: torch.dtype) -> t
 
 
 def _gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, int]]:
+    from freetoken.loader.quant import decode_tensor  # needs the gguf package, which safetensors do not
+
     file = checkpoint.gguf
     assert file is not None
     for name, source in checkpoint.gguf_names.items():

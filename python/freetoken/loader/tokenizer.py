@@ -157,11 +157,17 @@ def _from_folder(folder: Path, file: Path) -> Tokenizer:
     if not file.exists():
         raise StartupError(f"{folder} has no {file.name}; pass --tokenizer-path with a folder that has one")
     try:
-        backend = Backend.from_str(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # the library raises bare Exception for a file it cannot parse
-        raise StartupError(f"{file}: not a tokenizer that can be read: {str(error).splitlines()[0]}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{file}: cannot be read: {error}") from None
+    try:
+        backend = Backend.from_str(text)
+        backend.encode("a")  # a post-processor that names a missing token shows only in use
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics that derive from BaseException
+        problem = (str(error).splitlines() or ["unknown"])[0]
+        raise StartupError(f"{file}: not a tokenizer that can be read: {problem}") from None
     config_file = folder / "tokenizer_config.json"
     config = read_json(config_file) if config_file.exists() else {}
     return Tokenizer(backend, _special_tokens(folder, config), _folder_template(folder, config))

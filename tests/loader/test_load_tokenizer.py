@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import regex
 from make_tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, TRAINING_TEXT, make_tiny_model
+from rewrite_gguf import rewrite_metadata
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
@@ -246,32 +246,6 @@ def test_bos_is_put_first_where_the_model_says_so(format: str, tmp_path: Path) -
         assert tokenizer.encode("", add_special_tokens=True) == ([1] if add_bos else [])
 
 
-def rewrite_metadata(source: Path, target: Path, change: dict[str, Any]) -> Path:
-    """A copy of ``source`` whose metadata have the values of ``change`` (``None`` removes a key)."""
-    file = GGUFFile.open(source)
-    writer = gguf.GGUFWriter(target, file.metadata["general.architecture"])
-    for key, value in (file.metadata | change).items():
-        if value is None or key == "general.architecture":
-            continue
-        if isinstance(value, (str, bool)):
-            (writer.add_string if isinstance(value, str) else writer.add_bool)(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_array(key, value if isinstance(value, list) else value.tolist())
-    for name, tensor in file.tensors.items():
-        rows = file.raw(name).reshape(*tensor.shape[:-1], -1)
-        kind = gguf.GGMLQuantizationType(tensor.type_id)
-        writer.add_tensor(name, rows.view("<f4") if kind == 0 else rows, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 def test_eos_user_defined_unused_and_empty_tokens(tiny_gguf: Path, tmp_path: Path) -> None:
     metadata = GGUFFile.open(tiny_gguf).metadata
     tokens, kinds = list(metadata["tokenizer.ggml.tokens"]), metadata["tokenizer.ggml.token_type"].tolist()
@@ -417,8 +391,11 @@ def test_broken_folders(tiny_folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(StartupError, match=r"tokenizer_config\.json"):
         load_tokenizer(checkpoint)
-    for text in ("{}", "[]", "nonsense", '{"model": {"type": "BPE"}}', "\ufeff"):
-        (folder / "tokenizer.json").write_text(text)
+    missing = [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    framed = json.loads((tiny_folder / "tokenizer.json").read_text())
+    framed["post_processor"] = {"type": "TemplateProcessing", "single": missing, "pair": missing, "special_tokens": {}}
+    for text in ("{}", "[]", "nonsense", '{"model": {"type": "BPE"}}', "\ufeff", b"\xff", json.dumps(framed)):
+        (folder / "tokenizer.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(StartupError, match=r"tokenizer\.json"):
             load_tokenizer(checkpoint)
     (folder / "tokenizer.json").unlink()
