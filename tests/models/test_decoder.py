@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from freetoken.errors import StartupError
 from freetoken.models.config import ModelConfig
 from freetoken.models.decoder import DecoderModel
-from freetoken.models.registry import build_model, find
+from freetoken.models.registry import build_model
 
 VOCAB = 97
 PROMPT = [3, 17, 96, 0, 41, 41, 8, 25, 60, 2, 11]
@@ -240,8 +240,3 @@ def test_tensor_parallel_shards_add_up() -> None:
     assert torch.equal(torch.cat([layer.qkv.weight[48:64] for layer in ranks]), whole.qkv.weight[96:128])
     with pytest.raises(StartupError, match=r"num_attention_heads \(6\) does not divide over 4"):
         DecoderModel(model_config(oracle), dtype=torch.float32, device="cpu", max_positions=64, tp_size=4)
-
-
-def test_unknown_architecture() -> None:
-    with pytest.raises(StartupError, match="'MambaForCausalLM' is not served; served: LlamaForCausalLM"):
-        find("MambaForCausalLM")

@@ -13,17 +13,11 @@ from freetoken.kernels.rope_kv import reference
 
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of one forward stand: prepared once, used by every layer.
-
-    The rotation and the page of each token are looked up only for the reference.
-    """
+    """Where the tokens of one forward stand: prepared once, used by every layer. ``lines`` serves only the reference."""
 
     positions: torch.Tensor
     slots: torch.Tensor
-    cos: torch.Tensor | None = None
-    signed_sin: torch.Tensor | None = None
-    page: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
+    lines: reference.Lines | None = None
 
 
 class RopeKv:
@@ -48,9 +42,7 @@ class RopeKv:
         """``positions [T]`` and ``slots [T]`` int64 (flat KV slots; −1 writes nothing)."""
         if self._fused and not self._checked:
             return Step(positions, slots)
-        cos, signed_sin = reference.rotation(self.table, positions)
-        page = torch.div(slots, page_size, rounding_mode="floor")
-        return Step(positions, slots, cos, signed_sin, page, slots - page * page_size)
+        return Step(positions, slots, reference.prepare(self.table, positions, slots, page_size))
 
     def __call__(
         self,
@@ -63,27 +55,13 @@ class RopeKv:
         eps: float = 0.0,
     ) -> torch.Tensor:
         """q ``[T, Hq, D]`` of ``qkv [T, (Hq + 2 Hkv) D]``; k and v are written to the pools ``[pages, Hkv, page_size, D]``."""
-        if not self._fused:
-            return self._reference(qkv, k_pool, v_pool, step, q_norm, k_norm, eps)
+        if step.lines is None:
+            return self._triton.rope_kv(
+                qkv, k_pool, v_pool, self.table, step.positions, step.slots, q_norm, k_norm, eps
+            )
         if self._checked:
-            return self._check(qkv, k_pool, v_pool, step, q_norm, k_norm, eps)
-        return self._triton.rope_kv(qkv, k_pool, v_pool, self.table, step.positions, step.slots, q_norm, k_norm, eps)
-
-    def _reference(
-        self,
-        qkv: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        step: Step,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        assert step.cos is not None and step.signed_sin is not None
-        assert step.page is not None and step.offset is not None
-        return reference.rope_kv(
-            qkv, k_pool, v_pool, step.cos, step.signed_sin, step.page, step.offset, q_norm, k_norm, eps
-        )
+            return self._check(qkv, k_pool, v_pool, step, step.lines, q_norm, k_norm, eps)
+        return reference.rope_kv(qkv, k_pool, v_pool, step.lines, q_norm, k_norm, eps)
 
     def _check(
         self,
@@ -91,22 +69,22 @@ class RopeKv:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         step: Step,
+        lines: reference.Lines,
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
         """Runs the reference into the pools, remembers its lines, then the kernel over them; page 0 is nobody's."""
         checking.refuse_capture("rope_kv", self.choice.flag)
-        assert step.page is not None and step.offset is not None
-        owned = step.page > 0
-        page, offset = step.page[owned], step.offset[owned]
-        expected_q = self._reference(qkv, k_pool, v_pool, step, q_norm, k_norm, eps)
+        owned = lines.page > 0
+        page, offset = lines.page[owned], lines.offset[owned]
+        expected_q = reference.rope_kv(qkv, k_pool, v_pool, lines, q_norm, k_norm, eps)
         expected = [pool[page, :, offset].clone() for pool in (k_pool, v_pool)]
         for pool in (k_pool, v_pool):
             pool[page, :, offset] = float("nan")
         q = self._triton.rope_kv(qkv, k_pool, v_pool, self.table, step.positions, step.slots, q_norm, k_norm, eps)
         bound = checking.RELATIVE_RMS[qkv.dtype]
         checking.require_close("rope_kv", "q", q, expected_q, bound)
-        for name, pool, lines in zip(("k", "v"), (k_pool, v_pool), expected, strict=True):
-            checking.require_close("rope_kv", name, pool[page, :, offset], lines, bound)
+        for name, pool, wanted in zip(("k", "v"), (k_pool, v_pool), expected, strict=True):
+            checking.require_close("rope_kv", name, pool[page, :, offset], wanted, bound)
         return q

@@ -14,8 +14,8 @@ def linear(
 
     ``out_dtype`` widens that rounded result.
     """
-    if x.shape[0] == 1 and x.device.type == "cpu":
-        # BLAS sends one row to a matrix-vector routine that uses a fraction of the bandwidth; two rows take 40 % of its time.
+    if x.shape[0] == 1 and x.device.type == "cpu" and torch.get_num_threads() > 1:
+        # BLAS sends one row to a matrix-vector routine on one thread, and two rows to one that uses all of them.
         y = torch.nn.functional.linear(x.expand(2, -1), weight, bias)[:1]
     else:
         y = torch.nn.functional.linear(x, weight, bias)

@@ -1,0 +1,38 @@
+"""The registry stays free of torch until a model is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from freetoken.errors import StartupError
+from freetoken.models.registry import MODELS, find
+
+LOOK = """
+import sys
+from freetoken.kernels import dispatch
+from freetoken.models import registry
+assert registry.find("LlamaForCausalLM").class_name == "LlamaModel"
+dispatch.table("cpu")
+assert "torch" not in sys.modules and "transformers" not in sys.modules, "torch was imported"
+"""
+
+
+def test_lookup_and_dispatch_import_no_torch() -> None:
+    environ = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    result = subprocess.run([sys.executable, "-c", LOOK], env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)
+def test_every_row_names_a_class(entry: object) -> None:
+    from freetoken.models.decoder import DecoderModel
+
+    assert issubclass(find(entry.architecture).load_class(), DecoderModel)
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(StartupError, match="'MambaForCausalLM' is not served; served: LlamaForCausalLM"):
+        find("MambaForCausalLM")
