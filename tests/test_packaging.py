@@ -49,7 +49,9 @@ def test_lazy_names_of_the_package() -> None:
         _ = freetoken.Nothing
 
 
-@pytest.mark.parametrize("path", ["scripts/serve.sh", "scripts/test.sh", "scripts/gpu_check.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "path", ["scripts/serve.sh", "scripts/test.sh", "scripts/typecheck.sh", "scripts/gpu_check.sh", ".ci/run"]
+)
 def test_scripts_are_executable_and_stop_on_errors(path: str) -> None:
     script = ROOT / path
     assert os.stat(script).st_mode & stat.S_IXUSR

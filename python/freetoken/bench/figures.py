@@ -90,9 +90,12 @@ def versions() -> dict[str, str]:
 
 
 def figure(what: str, *, model: str, device: str, **values: Any) -> dict[str, Any]:
-    """One figure with its context. ``values`` are parameters, the value under its unit's name, ``roof`` and ``share``."""
+    """One figure with its context. ``values`` are parameters, the value under its unit's name, ``roof`` and ``share``.
+
+    ``device`` is ``cpu`` or ``cuda`` of this machine, or the name of the hardware of another.
+    """
     return {
-        "card": card(device),
+        "card": card(device) if device in ("cpu", "cuda") else device,
         "model": model,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),

@@ -184,7 +184,7 @@ def _find(tree: Any, key: str) -> Any:
 
 
 async def _server_facts(session: aiohttp.ClientSession, args: argparse.Namespace, base: str) -> tuple[str, int, str]:
-    """``(model name, ids that random prompts may use, device)``."""
+    """``(model name, ids that random prompts may use, device or its name)``."""
     model = args.model
     if model is None:
         models = (await _get_json(session, f"{base}/v1/models")).get("data") or [{}]
@@ -196,11 +196,12 @@ async def _server_facts(session: aiohttp.ClientSession, args: argparse.Namespace
     except StartupError:
         if needs_ids and args.vocab_size is None:
             raise StartupError("the server has no /get_server_info; say --vocab-size for random ids") from None
-    vocab = args.vocab_size or _find(info, "vocab_size")
+    vocab = args.vocab_size or _find(info, "sample_vocab") or _find(info, "vocab_size")
     if needs_ids and not isinstance(vocab, int):
         raise StartupError("the server does not tell its vocabulary; say --vocab-size for random ids")
     device = _find(info, "device")
-    return model, int(vocab or 0), device if isinstance(device, str) else "cpu"
+    known = isinstance(device, str) and device.lower() != "cpu"
+    return model, int(vocab or 0), device if known else "cpu"
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
