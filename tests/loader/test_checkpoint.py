@@ -86,6 +86,8 @@ def test_a_folder_holding_only_one_gguf_beside_a_config(tiny_folder: Path, tiny_
         ("one", "safetensors", "no config.json"),
         ("one/a.gguf", "safetensors", "not a folder of safetensors"),
         ("file.bin", "auto", "not a folder or a .gguf file"),
+        ("file.bin/x", "auto", "does not exist"),
+        ("x" * 300, "auto", "cannot be read"),
     ],
 )
 def test_wrong_path(path: str, load_format: str, word: str, tmp_path: Path, tiny_gguf: Path) -> None:
@@ -294,8 +296,9 @@ def test_server_side_needs_no_torch(tiny_folder: Path, tiny_gguf: Path) -> None:
 
 def test_tiny_models_hold_the_same_weights_in_both_formats(tmp_path: Path) -> None:
     for arch in ("llama", "qwen3"):
-        folder = make_tiny_model(tmp_path / arch, arch=arch, seed=3)
-        single = make_tiny_model(tmp_path / f"{arch}.gguf", arch=arch, seed=3, format="gguf")
+        options: dict[str, Any] = {"arch": arch, "seed": 3, "attention_bias": True, "mlp_bias": arch == "llama"}
+        folder = make_tiny_model(tmp_path / arch, **options)
+        single = make_tiny_model(tmp_path / f"{arch}.gguf", format="gguf", **options)
         other = dict(stream_tensors(open_checkpoint(single), torch.float32))
         for name, tensor in stream_tensors(open_checkpoint(folder), torch.float32):
             np.testing.assert_array_equal(tensor.numpy(), other.pop(name).numpy(), err_msg=name)

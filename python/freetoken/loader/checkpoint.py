@@ -59,7 +59,10 @@ def open_checkpoint(path: str | Path, load_format: str = "auto", overrides: dict
     :class:`StartupError` in one sentence.
     """
     path = Path(path).expanduser()
-    source = _find_source(path, load_format)
+    try:
+        source = _find_source(path, load_format)
+    except OSError as error:
+        raise StartupError(f"model path {path} cannot be read: {error.strerror or error}") from None
     weights = load_format != "dummy"
     if source.is_file():
         return _open_gguf(source, overrides or {}, weights)
@@ -69,7 +72,7 @@ def open_checkpoint(path: str | Path, load_format: str = "auto", overrides: dict
 def _find_source(path: Path, load_format: str) -> Path:
     """The GGUF file or the folder of safetensors that ``path`` means."""
     if not path.exists():
-        raise StartupError(f"model path {path} does not exist")
+        raise StartupError(f"model path {path} does not exist; give a local folder or .gguf file")
     if path.is_file():
         if path.suffix.lower() != ".gguf" or load_format == "safetensors":
             wanted = "a folder of safetensors" if load_format == "safetensors" else "a folder or a .gguf file"
