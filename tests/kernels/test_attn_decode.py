@@ -29,12 +29,14 @@ def scalar_decode(case: Case, i: int, head: int) -> list[float]:
     return [sum(w * v[d] for w, v in zip(weights, values, strict=True)) / total for d in range(len(query))]
 
 
-def launch(case: Case, config: DecodeConfig, q: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the kernels into a poisoned output, with a poisoned workspace of exactly the size asked for."""
+def launch(
+    case: Case, config: DecodeConfig, q: torch.Tensor | None = None, workspace: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the kernels into a poisoned output, by default with a poisoned workspace of exactly the size asked for."""
     q, fb = case.q if q is None else q, case.fb
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
-    size = workspace_size(*q.shape, config.splits)
-    workspace = torch.full((size,), float("nan"), device=q.device)
+    if workspace is None:
+        workspace = torch.full((workspace_size(*q.shape, config.splits),), float("nan"), device=q.device)
     k, v = case.kv.k(0), case.kv.v(0)
     attn_decode_triton(q, k, v, fb.page_table, fb.rows, fb.seq_lens, out, case.scale, config, workspace)
     return out.flatten(1)
@@ -80,6 +82,14 @@ def test_shapes(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, pa
     config = decode_config(head_dim, heads // kv_heads, 3, 256, 16, num_kv_heads=kv_heads, element_size=size)
     assert config.splits > 1
     assert relative_rms(launch(case, config), case.expected()) < BOUND[dtype]
+
+
+def test_short_sequences_leave_no_partial_results() -> None:
+    """Up to ``min_share`` tokens one part writes the output itself."""
+    case = make_case((64, 1, 63), heads=6, kv_heads=2, device=DEVICE)
+    workspace = torch.full((workspace_size(3, 6, 16, COARSE.splits),), float("nan"), device=DEVICE)
+    assert relative_rms(launch(case, COARSE, workspace=workspace), case.expected()) < BOUND[torch.float32]
+    assert workspace.isnan().all()
 
 
 def test_queries_inside_a_wider_row() -> None:

@@ -17,7 +17,7 @@ from freetoken.runner.kv_pool import KVPool
 # Kernels run where there is a GPU, else in Triton's interpreter.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest relative RMS of a backend's output against the reference.
-BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 
 
 @dataclass
@@ -145,3 +145,11 @@ def captured(case: Case) -> Case:
     limit = case.max_pages * case.kv.page_size
     fb = dataclasses.replace(case.fb, captured=True, seq_lens_host=(), q_lens_host=(), decode_max_seq_len=limit)
     return dataclasses.replace(case, fb=fb)
+
+
+def load(held: Case, case: Case) -> None:
+    """Copy ``case`` into the tensors of ``held``, as a runner fills a graph's static buffers."""
+    held.kv.storage[:, :, : case.kv.num_pages].copy_(case.kv.storage)
+    held.q.copy_(case.q)
+    for name in ("rows", "seq_lens", "page_table"):
+        getattr(held.fb, name).copy_(getattr(case.fb, name))

@@ -8,7 +8,7 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.runner import attention_torch
 from freetoken.runner.attention import AttentionBackend
-from runner.attention_batches import BOUND, Case, build, captured, make_case, relative_rms
+from runner.attention_batches import BOUND, Case, build, captured, load, make_case, relative_rms
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
@@ -84,19 +84,15 @@ def test_empty_batch() -> None:
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_captured_batch_follows_its_tensors(on_cpu: bool) -> None:
     """One plan, then replays with other rows and lengths in the same buffers; ``False``: lengths are never read back."""
-    first = captured(make_case((20, 9, 33), num_layers=2, max_pages=5))
-    backend = build(first)
+    held = captured(make_case((20, 9, 33), num_layers=2, max_pages=5, spare_pages=30))
+    backend = build(held)
     backend._on_cpu = on_cpu
-    backend.plan(first.fb)
+    backend.plan(held.fb)
     for seed, lens in enumerate([(20, 9, 33), (1, 70, 16), (5, 5, 5)]):
-        case = captured(make_case(lens, num_layers=2, max_pages=5, seed=seed))
-        backend.kv = first.kv = case.kv
-        backend.__dict__.update(_head_offsets=build(case)._head_offsets)
-        first.fb.rows.copy_(case.fb.rows)
-        first.fb.seq_lens.copy_(case.fb.seq_lens)
-        first.fb.page_table.copy_(case.fb.page_table)
+        case = make_case(lens, num_layers=2, max_pages=5, seed=seed)
+        load(held, case)
         for layer in range(2):
-            got = backend.forward(layer, case.q, first.fb)
+            got = backend.forward(layer, held.q, held.fb)
             assert relative_rms(got, case.expected(layer)) < BOUND[torch.float32]
 
 

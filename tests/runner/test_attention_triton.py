@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from freetoken.errors import StartupError
-from runner.attention_batches import BOUND, DEVICE, build, captured, make_case, relative_rms
+from runner.attention_batches import BOUND, DEVICE, build, captured, load, make_case, relative_rms
 
 MIXED = [((), [(5, 20), (0, 3)]), ((33, 1), []), ((17, 90, 16), [(31, 18), (0, 7)])]
 
@@ -76,18 +76,15 @@ def test_replay_follows_its_buffers() -> None:
     size: dict[str, Any] = {"head_dim": 16, "dtype": torch.float32}
     if DEVICE == "cuda":
         size = {"head_dim": 128, "dtype": torch.bfloat16}
-    size.update(heads=8, kv_heads=2, device=DEVICE, max_pages=16)
-    batches = [(20, 200, 70, 1), (1, 1, 1, 1), (256, 64, 65, 255)]
+    size.update(heads=8, kv_heads=2, device=DEVICE, max_pages=6)
+    batches = [(20, 90, 70, 1), (1, 1, 1, 1), (96, 64, 65, 95)]
     held = captured(make_case(batches[0], spare_pages=60, **size))
     backend = build(held, "triton")
     backend.plan(held.fb)
     out, replay = _capture(lambda: backend.forward(0, held.q, held.fb))
     for seed, lens in enumerate(batches):
         case = make_case(lens, seed=seed, **size)
-        held.kv.storage[:, :, : case.kv.num_pages].copy_(case.kv.storage)
-        held.q.copy_(case.q)
-        for name in ("rows", "seq_lens", "page_table"):
-            getattr(held.fb, name).copy_(getattr(case.fb, name))
+        load(held, case)
         out.fill_(float("nan"))
         replay()
         backend.plan(case.fb)
