@@ -27,7 +27,7 @@ class KernelCase:
 
     ``kernel`` is ``module:function``. ``signature`` gives the types of the run-time arguments in Triton's notation (``*bf16``,
     ``*i64``, ``i32``, ``fp32``), ``constexprs`` the values of the others, ``options`` those of the launch (``num_warps``,
-    ``num_stages``). Pointers count as divisible by 16.
+    ``num_stages``). Pointers count as divisible by 16. Architectures below ``first_arch`` are left out.
     """
 
     name: str
@@ -35,6 +35,7 @@ class KernelCase:
     signature: dict[str, str]
     constexprs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    first_arch: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 def _main(module: str, attribute: str, *architectures: str) -> None:
     # Rows are made by the importable copy of this module, whose class is not that of ``__main__``.
     for case in getattr(importlib.import_module(module), attribute):
-        for arch in architectures:
-            print(json.dumps(asdict(_compile(case, int(arch)))), flush=True)
+        for arch in map(int, architectures):
+            if arch >= case.first_arch:
+                print(json.dumps(asdict(_compile(case, arch))), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compile_tool import KernelCase
 
 from freetoken.kernels.small_gemm.configs import pick_config
@@ -23,7 +25,7 @@ def _norm(residual: bool) -> KernelCase:
         f"rms_norm residual={residual}",
         "freetoken.kernels.rms_norm.triton:rms_norm_kernel",
         {**pointers, "eps": "fp32"},
-        {"width": HIDDEN, "BLOCK": HIDDEN, "HAS_RESIDUAL": residual},
+        {"width": HIDDEN, "BLOCK": HIDDEN, "HAS_RESIDUAL": residual, "EARLY": False},
         {"num_warps": 16},
     )
 
@@ -45,6 +47,7 @@ def _rope(heads: int, norm: bool) -> KernelCase:
             "BLOCK_HALF": 64,
             "BLOCK_REST": 1,
             "HAS_NORM": norm,
+            "EARLY": False,
         },
         {"num_warps": 1 if heads < 4 else 4},
     )
@@ -68,6 +71,7 @@ def _product(name: str, m: int) -> KernelCase:
         "SPLIT_K": config.split_k,
         "HAS_BIAS": False,
         "SILU": silu,
+        "EARLY": False,
     }
     if m == 1:
         options = {"num_warps": config.num_warps}
@@ -76,6 +80,12 @@ def _product(name: str, m: int) -> KernelCase:
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return KernelCase(f"gemm {name} m={m}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options)
+
+
+def _early(case: KernelCase) -> KernelCase:
+    """The same kernel for programmatic dependent launch."""
+    constexprs, options = {**case.constexprs, "EARLY": True}, {**case.options, "launch_pdl": True}
+    return replace(case, name=f"{case.name} early", constexprs=constexprs, options=options, first_arch=90)
 
 
 CASES = [
@@ -88,9 +98,10 @@ CASES = [
         "silu_mul",
         "freetoken.kernels.silu_mul.triton:silu_mul_kernel",
         {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-        {"width": FFN, "BLOCK": 1024},
+        {"width": FFN, "BLOCK": 1024, "EARLY": False},
         {"num_warps": 4},
     ),
     *(_product(name, 1) for name in PRODUCTS),
     *(_product(name, 16) for name in PRODUCTS),
+    *(_early(case) for case in (_norm(True), _rope(1, True), _product("gate_up", 1), _product("down", 16))),
 ]

@@ -71,7 +71,8 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :func:`freetoken.kernels.rms_norm.reference.rms_norm`; with a residual it overwrites ``x`` and ``residual``."""
     if residual is None:
-        return _module().rmsnorm(x, weight, eps)
+        normal: torch.Tensor = _module().rmsnorm(x, weight, eps)
+        return normal
     _module().fused_add_rmsnorm(x, residual, weight, eps)
     return x, residual
 

@@ -49,7 +49,7 @@ def _dynamic_base(base: float, size: int, scaling: dict[str, Any], config: Model
     """The larger base that stretches the trained context to ``max_positions``."""
     factor, trained = _number(scaling, "factor"), config.max_position_embeddings
     stretch = factor * max(max_positions, trained) / trained - (factor - 1)
-    return base * stretch ** (size / (size - 2))
+    return float(base * stretch ** (size / (size - 2)))
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
+
 LARGEST_WIDTH = 32768
 
 
@@ -20,12 +22,16 @@ def rms_norm_kernel(
     width: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """All rows are contiguous ``[T, width]``; ``residual_ptr`` and ``sum_ptr`` are read only with ``HAS_RESIDUAL``."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -45,6 +51,7 @@ def rms_norm(
     y = torch.empty_like(x)
     total = y if residual is None else torch.empty_like(x)
     if tokens > 0:
+        early = launch.early(x)
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(tokens,)](
             x,
@@ -56,6 +63,8 @@ def rms_norm(
             width=width,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=num_warps(block),
         )
     return y if residual is None else (y, total)

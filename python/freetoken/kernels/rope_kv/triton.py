@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
+
 FEW_TOKENS = 64
 
 
@@ -30,11 +32,15 @@ def rope_kv_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid ``(T, (Q_HEADS + 2 * KV_HEADS) / HEADS)``: a program takes ``HEADS`` heads of one kind of one token.
 
     A head is held as its two rotated halves and the rest that is not rotated.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
@@ -116,6 +122,7 @@ def rope_kv(
     if tokens == 0:
         return q
     heads = heads_per_program(q_heads, kv_heads, tokens)
+    early = launch.early(qkv)
     rope_kv_kernel[(tokens, (q_heads + 2 * kv_heads) // heads)](
         qkv,
         table,
@@ -136,6 +143,8 @@ def rope_kv(
         BLOCK_HALF=triton.next_power_of_2(rotary // 2),
         BLOCK_REST=triton.next_power_of_2(max(size - rotary, 1)),
         HAS_NORM=q_norm is not None,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=1 if heads < 4 else 4,
     )
     return q

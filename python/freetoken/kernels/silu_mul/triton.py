@@ -6,15 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
+
 BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, width: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up_ptr, out_ptr, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Grid ``(T, ceil(width / BLOCK))`` over contiguous ``gate_up [T, 2 * width]`` and ``out [T, width]``."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     source = gate_up_ptr + token * (2 * width) + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
@@ -27,5 +32,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     if tokens > 0:
-        silu_mul_kernel[(tokens, triton.cdiv(width, BLOCK))](gate_up, out, width=width, BLOCK=BLOCK, num_warps=4)
+        early = launch.early(gate_up)
+        grid = (tokens, triton.cdiv(width, BLOCK))
+        silu_mul_kernel[grid](gate_up, out, width=width, BLOCK=BLOCK, EARLY=early, launch_pdl=early, num_warps=4)
     return out

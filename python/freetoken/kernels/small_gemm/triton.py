@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
 from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, m_class, pick_config
 
 PADDED_TOKENS = 16
@@ -64,6 +65,7 @@ def gemv_kernel(
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row: ``out [N] = x [K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
 
@@ -84,6 +86,9 @@ def gemv_kernel(
     if SILU:
         up = tl.load(up_tile, mask=inside, other=0.0, eviction_policy="evict_first")
         up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for _ in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
         column += BLOCK_K
@@ -142,6 +147,7 @@ def gemm_kernel(
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """``m`` (up to 16) rows: ``out [m, N] = x [m, K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
 
@@ -158,6 +164,9 @@ def gemm_kernel(
     gate_tile = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
     total = tl.zeros((M, BLOCK_N), tl.float32)
     other = tl.zeros((M, BLOCK_N), tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for step in range(STEPS):
         start = begin + step * BLOCK_K
         k_inside = column[None, :] < K - start
@@ -222,6 +231,8 @@ def _launch(
         "SPLIT_K": config.split_k,
         "HAS_BIAS": bias is not None,
         "SILU": silu,
+        "EARLY": launch.early(x),
+        "launch_pdl": launch.early(x),
         "num_warps": config.num_warps,
     }
     grid = (triton.cdiv(n, config.block_n), config.split_k)

@@ -1,0 +1,27 @@
+"""Programmatic dependent launch: a kernel may start while the one before it still drains.
+
+A kernel compiled with ``EARLY`` lets the next one start at once (``gdc_launch_dependents``), and itself waits for the
+kernels before it (``gdc_wait``) ahead of its first read of an activation and its first write; until then it may only read
+weights. Kernels of others, launched in the ordinary way between ours, start when everything before them has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+EARLY_LAUNCH = True
+"""Whether kernels start early where the GPU can do it."""
+
+FIRST_CAPABILITY = (9, 0)
+
+
+@functools.cache
+def _capable(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= FIRST_CAPABILITY
+
+
+def early(tensor: torch.Tensor) -> bool:
+    """Whether a kernel on this tensor's device is to be launched early."""
+    return EARLY_LAUNCH and tensor.is_cuda and _capable(tensor.device.index)
