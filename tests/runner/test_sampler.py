@@ -87,8 +87,7 @@ def generate(asked: dict[str, object], row: int, neighbours: list[dict[str, obje
 def test_ids_do_not_depend_on_row_or_neighbours(asked: dict[str, object]) -> None:
     alone = generate(asked, 0, [])
     assert generate(asked, 5, ASKED) == alone
-    assert generate(asked, 3, [{"temperature": 0.0}] * 6) == alone
-    assert generate(asked, 7, [{"seed": 99, "top_p": 0.3}] * 4) == alone
+    assert generate(asked, 3, [{"temperature": 0.0}, {"seed": 99, "top_p": 0.3}]) == alone
     assert len(set(alone)) > 5
 
 

@@ -298,6 +298,92 @@ def _kth_of_tops(tops, k, lo, hi):
 
 
 @triton.jit
+def _top_k_bound(
+    x_ptr,
+    inv_temperature,
+    top,
+    tops,
+    k,
+    bottom,
+    end,
+    scratch_ptr,
+    vocab,
+    tiles,
+    CAP_: tl.constexpr,
+    CHUNK_: tl.constexpr,
+):
+    """Key of the row's ``k``-th largest value, the counts of values from it on and above it, the gathered keys, and
+    whether those hold every value from that key on."""
+    zero = end * 0
+    lo, count_lo, complete = bottom, zero + vocab, zero
+    keys = tl.full([CAP_], _NO_KEY, tl.int32)
+    if k <= tiles:
+        lo = _kth_of_tops(tops, k, bottom, end)
+        count, _ = _scan(x_ptr, inv_temperature, top, lo.to(tl.int32), vocab, False, CHUNK_)
+        count_lo = zero + count
+    lo, hi, count_lo, count_hi, mass_lo, mass_hi = _narrow(
+        x_ptr, inv_temperature, top, k, lo, end, count_lo, zero, zero, zero, vocab, False, CAP_, CHUNK_
+    )
+    if hi - lo > 1:
+        complete = (count_hi == 0).to(tl.int64)
+        keys = _gather(x_ptr, inv_temperature, lo, hi, scratch_ptr, vocab, CAP_, CHUNK_)
+        lo, count_lo, count_hi, _, _ = _bisect(keys, keys, k, lo, hi, count_lo, count_hi, zero, zero, False)
+    return lo, count_lo, count_hi, keys, complete
+
+
+@triton.jit
+def _top_p_bound(
+    x_ptr,
+    inv_temperature,
+    top,
+    top_p,
+    lo,
+    end,
+    count_lo,
+    count_hi,
+    wanted,
+    keys,
+    complete,
+    scratch_ptr,
+    vocab,
+    CAP_: tl.constexpr,
+    CHUNK_: tl.constexpr,
+):
+    """The same under top-p over the values above ``lo`` and ``wanted`` of those equal to it: its key, the counts of values
+    from it on and above it, and how many of those equal to it are kept."""
+    zero = end * 0
+    if complete != 0:
+        masses = _key_mass(keys, top)
+        mass_lo = tl.sum(tl.where(keys >= lo, masses, 0), 0)
+        mass_hi = tl.sum(tl.where(keys > lo, masses, 0), 0)
+    else:
+        count, mass_lo = _scan(x_ptr, inv_temperature, top, lo.to(tl.int32), vocab, True, CHUNK_)
+        count_lo = zero + count
+        count, mass_hi = _scan(x_ptr, inv_temperature, top, (lo + 1).to(tl.int32), vocab, True, CHUNK_)
+        count_hi = zero + count
+    equals = tl.maximum(count_lo - count_hi, 1)
+    whole = mass_hi + tl.minimum(wanted, equals) * ((mass_lo - mass_hi) // equals)
+    share = top_p * whole.to(tl.float64)
+    goal = share.to(tl.int64)
+    goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)
+    hi = end
+    count_hi, mass_hi = zero, zero
+    if complete == 0:
+        lo, hi, count_lo, count_hi, mass_lo, mass_hi = _narrow(
+            x_ptr, inv_temperature, top, goal, lo, hi, count_lo, zero, mass_lo, zero, vocab, True, CAP_, CHUNK_
+        )
+        if hi - lo > 1:
+            keys = _gather(x_ptr, inv_temperature, lo, hi, scratch_ptr, vocab, CAP_, CHUNK_)
+    if hi - lo > 1:
+        lo, count_lo, count_hi, mass_lo, mass_hi = _bisect(
+            keys, _key_mass(keys, top), goal, lo, hi, count_lo, count_hi, mass_lo, mass_hi, True
+        )
+    each = tl.maximum((mass_lo - mass_hi) // tl.maximum(count_lo - count_hi, 1), 1)
+    wanted = tl.minimum(tl.maximum((goal - mass_hi + each - 1) // each, 1), count_lo - count_hi)
+    return lo, count_lo, count_hi, wanted
+
+
+@triton.jit
 def _select(
     x_ptr,
     x_stride,
@@ -330,69 +416,33 @@ def _select(
     end = _key(top).to(tl.int64) + 1
     bottom = _key(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
     zero = end * 0
-    lo, count_lo, count_hi, mass_lo, mass_hi = bottom, zero, zero, zero, zero
-    wanted = zero + _NO_LIMIT
-    complete = zero
+    no_limit = zero + _NO_LIMIT
+    lo, count_lo, count_hi, complete, wanted = bottom, zero, zero, zero, no_limit
     keys = tl.full([CAP_], _NO_KEY, tl.int32)
     if HAS_K:
         k = tl.load(top_k_ptr + row).to(tl.int64)
         if drawn & (k < vocab):
-            count_lo = zero + vocab
-            if k <= tiles:
-                lo = _kth_of_tops(tops, k, bottom, end)
-                count, _ = _scan(x_ptr, inv_temperature, top, lo.to(tl.int32), vocab, False, CHUNK_)
-                count_lo = zero + count
-            lo, hi, count_lo, count_hi, mass_lo, mass_hi = _narrow(
-                x_ptr, inv_temperature, top, k, lo, end, count_lo, zero, zero, zero, vocab, False, CAP_, CHUNK_
+            lo, count_lo, count_hi, keys, complete = _top_k_bound(
+                x_ptr, inv_temperature, top, tops, k, bottom, end, scratch_ptr, vocab, tiles, CAP_, CHUNK_
             )
-            if hi - lo > 1:
-                complete = (count_hi == 0).to(tl.int64)
-                keys = _gather(x_ptr, inv_temperature, lo, hi, scratch_ptr, vocab, CAP_, CHUNK_)
-                lo, count_lo, count_hi, mass_lo, mass_hi = _bisect(
-                    keys, keys, k, lo, hi, count_lo, count_hi, zero, zero, False
-                )
             wanted = k - count_hi
     if HAS_P:
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         if drawn & (top_p < 1.0):
             if lo == bottom:
                 lo = _key(top - _NO_MASS).to(tl.int64)
-            if complete != 0:
-                masses = _key_mass(keys, top)
-                mass_lo = tl.sum(tl.where(keys >= lo, masses, 0), 0)
-                mass_hi = tl.sum(tl.where(keys > lo, masses, 0), 0)
-            else:
-                count, mass_lo = _scan(x_ptr, inv_temperature, top, lo.to(tl.int32), vocab, True, CHUNK_)
-                count_lo = zero + count
-                count, mass_hi = _scan(x_ptr, inv_temperature, top, (lo + 1).to(tl.int32), vocab, True, CHUNK_)
-                count_hi = zero + count
-            equals = tl.maximum(count_lo - count_hi, 1)
-            whole = mass_hi + tl.minimum(wanted, equals) * ((mass_lo - mass_hi) // equals)
-            share = top_p * whole.to(tl.float64)
-            goal = share.to(tl.int64)
-            goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)
-            hi = end
-            count_hi, mass_hi = zero, zero
-            if complete == 0:
-                lo, hi, count_lo, count_hi, mass_lo, mass_hi = _narrow(
-                    x_ptr, inv_temperature, top, goal, lo, hi, count_lo, zero, mass_lo, zero, vocab, True, CAP_, CHUNK_
-                )
-                if hi - lo > 1:
-                    keys = _gather(x_ptr, inv_temperature, lo, hi, scratch_ptr, vocab, CAP_, CHUNK_)
-            if hi - lo > 1:
-                lo, count_lo, count_hi, mass_lo, mass_hi = _bisect(
-                    keys, _key_mass(keys, top), goal, lo, hi, count_lo, count_hi, mass_lo, mass_hi, True
-                )
-            each = tl.maximum((mass_lo - mass_hi) // tl.maximum(count_lo - count_hi, 1), 1)
-            wanted = tl.minimum(tl.maximum((goal - mass_hi + each - 1) // each, 1), count_lo - count_hi)
-    last = zero + _NO_LIMIT
+            lo, count_lo, count_hi, wanted = _top_p_bound(
+                x_ptr, inv_temperature, top, top_p, lo, end, count_lo, count_hi, wanted, keys, complete, scratch_ptr,
+                vocab, CAP_, CHUNK_,
+            )  # fmt: skip
+    last = no_limit
     if wanted < count_lo - count_hi:
         last = zero + _nth_equal(x_ptr, inv_temperature, lo.to(tl.int32), wanted, vocab, CHUNK_)
     floor = _value(lo)
     likely = top + tl.load(log_min_p_ptr + row)
     if drawn & (likely > floor):
         floor = likely
-        last = zero + _NO_LIMIT
+        last = no_limit
     tl.store(floor_ptr + row, floor)
     tl.store(last_ptr + row, last.to(tl.int32))
 
@@ -420,39 +470,59 @@ def sample_ids(
     return _run(logits, params, sample_vocab, cap, chunk)
 
 
+def tile_stats(
+    logits: torch.Tensor,
+    inv_temperature: torch.Tensor | None,
+    sample_vocab: int,
+    stats: torch.Tensor,
+    bounds: torch.Tensor | None,
+    with_sum: bool,
+) -> None:
+    """Fill ``stats [3, S, tiles] float32``: maxima, log-sum-exps, and the maxima's ids (int32 bits); under ``bounds``, from
+    :func:`kept_bounds`, the log-sum-exps alone."""
+    rows, tiles = stats.shape[1:]
+    floor, last = (stats[0], stats[2]) if bounds is None else (bounds[0], bounds[1])
+    _tile_stats[(rows, tiles)](
+        logits, logits.stride(0), stats[0] if inv_temperature is None else inv_temperature, floor, last.view(torch.int32),
+        stats[0], stats[2].view(torch.int32), stats[1], sample_vocab, tiles, SCALED=inv_temperature is not None,
+        FILTERED=bounds is not None, SUM=with_sum, TILE_=TILE, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def kept_bounds(
+    logits: torch.Tensor, params: SampleParams, sample_vocab: int, stats: torch.Tensor, cap: int, chunk: int
+) -> torch.Tensor:
+    """``[2, S] float32``: each row's lowest kept value, and (int32 bits) the highest id kept among those equal to it."""
+    rows, tiles = stats.shape[1:]
+    bounds = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    scratch = torch.empty(rows, cap, dtype=torch.int32, device=logits.device)
+    _select[(rows,)](
+        logits, logits.stride(0), params.inv_temperature, params.top_k, params.top_p, params.log_min_p, params.greedy,
+        stats[0], scratch, bounds[0], bounds[1].view(torch.int32), sample_vocab, tiles, HAS_K=params.has_top_k,
+        HAS_P=params.has_top_p, CAP_=cap, CHUNK_=chunk, TILES_=triton.next_power_of_2(tiles), num_warps=SELECT_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return bounds
+
+
 def _run(logits: torch.Tensor, params: SampleParams | None, sample_vocab: int, cap: int, chunk: int) -> torch.Tensor:
     rows, tiles = _check(logits, sample_vocab)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     stats = torch.empty(3, rows, tiles, dtype=torch.float32, device=logits.device)
-    tops, lses, args = stats[0], stats[1], stats[2].view(torch.int32)
+    heat = None if params is None else params.inv_temperature
     filtered = params is not None and (params.has_top_k or params.has_top_p or params.has_min_p)
-    bounds = torch.empty(2, rows, dtype=torch.float32, device=logits.device) if filtered else stats[:2, :, 0]
-    floor, last = bounds[0], bounds[1].view(torch.int32) if filtered else args
-    heat = tops if params is None else params.inv_temperature
-    greedy, key = (args, args) if params is None else (params.greedy, params.key)
-    block = triton.next_power_of_2(tiles)
-    stride = logits.stride(0)
-
-    def tile_stats(with_filter: bool) -> None:
-        _tile_stats[(rows, tiles)](
-            logits, stride, heat, floor, last, tops, args, lses, sample_vocab, tiles,
-            SCALED=params is not None, FILTERED=with_filter, SUM=params is not None and with_filter == filtered,
-            TILE_=TILE, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-
-    tile_stats(False)
+    tile_stats(logits, heat, sample_vocab, stats, None, params is not None and not filtered)
+    bounds = stats[:2, :, 0]
     if params is not None and filtered:
-        scratch = torch.empty(rows, cap, dtype=torch.int32, device=logits.device)
-        _select[(rows,)](
-            logits, stride, heat, params.top_k, params.top_p, params.log_min_p, greedy, tops, scratch, floor, last,
-            sample_vocab, tiles, HAS_K=params.has_top_k, HAS_P=params.has_top_p, CAP_=cap, CHUNK_=chunk, TILES_=block,
-            num_warps=SELECT_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        tile_stats(True)
+        bounds = kept_bounds(logits, params, sample_vocab, stats, cap, chunk)
+        tile_stats(logits, heat, sample_vocab, stats, bounds, True)
+    args = stats[2].view(torch.int32)
+    greedy, key = (args, args) if params is None else (params.greedy, params.key)
     _pick[(rows,)](
-        logits, stride, heat, floor, last, greedy, key, tops, args, lses, out, sample_vocab, tiles, rows,
-        DRAW=params is not None, FILTERED=filtered, TILE_=TILE, TILES_=block, num_warps=4, enable_fp_fusion=False,
+        logits, logits.stride(0), stats[0] if heat is None else heat, bounds[0], bounds[1].view(torch.int32), greedy, key,
+        stats[0], args, stats[1], out, sample_vocab, tiles, rows, DRAW=params is not None, FILTERED=filtered, TILE_=TILE,
+        TILES_=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
