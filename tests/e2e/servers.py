@@ -36,7 +36,7 @@ class Server:
         self._args = args
         self._env = env or {}
         self._wait = wait
-        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".txt")
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".txt")  # noqa: SIM115 - lives as long as the server
 
     def __enter__(self) -> Server:
         command = [sys.executable, "-m", "freetoken.launch_server", "--port", str(self.port), *self._args]
