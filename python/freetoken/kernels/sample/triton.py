@@ -321,7 +321,7 @@ def _top_k_bound(
         lo = _kth_of_tops(tops, k, bottom, end)
         count, _ = _scan(x_ptr, inv_temperature, top, lo.to(tl.int32), vocab, False, CHUNK_)
         count_lo = zero + count
-    lo, hi, count_lo, count_hi, mass_lo, mass_hi = _narrow(
+    lo, hi, count_lo, count_hi, _, _ = _narrow(
         x_ptr, inv_temperature, top, k, lo, end, count_lo, zero, zero, zero, vocab, False, CAP_, CHUNK_
     )
     if hi - lo > 1:
