@@ -1,4 +1,4 @@
-"""Launch settings of the small products, by shape (torch-free)."""
+"""Launch settings of the small products, by shape."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def candidates(n: int, k: int, m: int) -> list[GemmConfig]:
     """
     found = [pick_config(n, k, m)]
     if m == 1:
-        grid = itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+        grid = itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2), (1, 2))
         for block_n, block_k, warps, unroll, split in grid:
             per_thread = block_n * block_k // (32 * warps)
             steps = -(-k // (block_k * split))
-            if block_k <= k and 8 <= per_thread * unroll <= 128 and unroll <= steps and _split_helps(n, block_n, split):
+            if block_k <= k and 16 <= per_thread * unroll <= 64 and unroll <= steps and _split_helps(n, block_n, split):
                 found.append(GemmConfig(block_n, block_k, warps, unroll=unroll, split_k=split))
     else:
-        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8), (3, 4, 5, 6), (1, 2, 4))
+        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8), (3, 4, 6), (1, 2, 4))
         for block_n, block_k, warps, stages, split in grid:
             staged = (block_n + 16) * block_k * 2 * stages
             if block_k <= k // split and staged <= 200 * 1024 and _split_helps(n, block_n, split):
