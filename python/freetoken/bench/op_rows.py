@@ -184,7 +184,7 @@ def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int
     )
     kv.storage.normal_()
     table = torch.zeros(len(lengths) + 1, max(need), dtype=torch.int32, device=device)
-    for row, (pages, count) in enumerate(zip((torch.randperm(sum(need)) + 1).to(torch.int32).split(need), need)):
+    for row, (pages, count) in enumerate(zip(torch.split((torch.randperm(sum(need)) + 1).to(torch.int32), need), need)):
         table[row, :count] = pages.to(device)
     tokens = sum(q_lens)
     starts = torch.tensor([0, *prefills]).cumsum(0).to(device, torch.int32)

@@ -1,7 +1,7 @@
 """Check one fused op, then time it beside its reference and the roof: ``python -m freetoken.bench.ops OP...``.
 
 Times are of one call inside a replayed CUDA graph of many, so launch costs are those of serving. An op whose check fails
-gets no figure. Inputs larger than the cache are not rotated: a small one may be read from it, and its share then passes 1.
+gets no figure. Inputs are the same in every call: those that fit the cache are read from it, and the share may pass 1.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from freetoken.models.config import ModelConfig
+from freetoken.runner.memory import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def layer_matrix_elements(model: ModelConfig) -> int:

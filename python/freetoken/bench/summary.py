@@ -22,7 +22,7 @@ def one_batch_line(figure: dict[str, Any]) -> str:
     text = f"{figure['what']:<18} {shape:<28} {figure['ms']:>10.3f} ms {figure['tok_s']:>11.1f} tok/s"
     if "share" in figure:
         rate, unit = (figure["gb_s"], "GB/s") if decode else (figure["tflop_s"], "TFLOP/s")
-        text += f" {rate:>9.1f} of {figure['roof']:.1f} {unit} ({figure['share']:.1%})"
+        text += f" {rate:>9.4g} of {figure['roof']:.4g} {unit} ({figure['share']:.1%})"
     return text
 
 

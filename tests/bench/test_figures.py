@@ -1,0 +1,68 @@
+"""The writer of figures: context of every line, safe reading of commits, refusal of broken files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from freetoken.bench import figures
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
+
+
+def test_context_of_a_figure() -> None:
+    figure = figures.figure("decode", model="m", device="cpu", requests=3, tok_s=1.5)
+    assert list(figure)[:6] == list(figures.CONTEXT)
+    assert figure["card"] == figures.cpu_name()
+    assert figure["versions"]["python"].startswith("3.")
+    assert (figure["requests"], figure["tok_s"]) == (3, 1.5)
+    assert figures.figure("x", model="m", device="NVIDIA H200")["card"] == "NVIDIA H200"
+
+
+def test_append_then_read(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.jsonl"
+    figures.append(path, [{"a": 1}])
+    figures.append(path, [{"b": "é"}, {"c": None}])
+    assert figures.read(path) == [{"a": 1}, {"b": "é"}, {"c": None}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == figures.read(path)
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "3"])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl:3"):
+        figures.read(path)
+
+
+def test_commit_of_a_checkout(tmp_path: Path) -> None:
+    assert figures.commit(tmp_path) == "unknown"
+    git(tmp_path, "init")
+    assert figures.commit(tmp_path) == "unknown"
+    (tmp_path / "f").write_text("1")
+    git(tmp_path, "add", "f")
+    git(tmp_path, "commit", "-m", "x")
+    clean = figures.commit(tmp_path)
+    assert len(clean) == 12
+    (tmp_path / "untracked").write_text("1")
+    assert figures.commit(tmp_path) == clean
+    (tmp_path / "f").write_text("2")
+    assert figures.commit(tmp_path) == clean + "+"
+
+
+def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert figures.commit(tmp_path) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("NVIDIA H200", "nvidia-h200"), ("A  (R) b@2.0GHz", "a-r-b-2-0ghz"), ("§", "unknown")]
+)
+def test_folder_names(name: str, folder: str) -> None:
+    assert figures.folder_name(name) == folder
