@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
 from freetoken.kernels.attn_decode.config import DecodeConfig, join_config, next_power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -58,8 +59,11 @@ def _split_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     share = _share_of(seq_len, min_share, splits, BLOCK_N)
@@ -72,7 +76,6 @@ def _split_kernel(
     heads = kv_head * GROUP + offs_g
     head_mask = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
     q_rows = b.to(tl.int64) * (tl.cast(q_stride, tl.int64) * 8)
-    q = tl.load(q_ptr + q_rows + heads[:, None] * D + offs_d[None, :], mask=head_mask, other=0.0)
     table = table_ptr + tl.load(rows_ptr + b) * table_stride
 
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -80,6 +83,10 @@ def _split_kernel(
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
     page_ids = tl.load(table + (start + offs_n) // PAGE, mask=start + offs_n < end, other=0)
+    if EARLY:
+        # Lengths and page numbers were there before the step began; q and this step's K and V were not.
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(q_ptr + q_rows + heads[:, None] * D + offs_d[None, :], mask=head_mask, other=0.0)
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         offsets = tile_offsets(page_ids, pos, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
@@ -116,10 +123,16 @@ def _join_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head, b = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + b)
     share = _share_of(seq_len, min_share, splits, BLOCK_N)
+    if EARLY:
+        # Also with nothing to join: the kernel after this one takes our end for the end of the parts.
+        tl.extra.cuda.gdc_wait()
     if share >= seq_len:
         return
     used = tl.cdiv(seq_len, share)
@@ -168,6 +181,7 @@ def attn_decode_triton(
     numel = batch * num_heads * config.splits
     partial, lse = workspace[: numel * head_dim], workspace[numel * head_dim :]
     block_d = max(16, next_power_of_two(head_dim))
+    early = launch.early(q)
     _split_kernel[(num_kv_heads, config.splits, batch)](
         q,
         k_cache,
@@ -190,6 +204,8 @@ def attn_decode_triton(
         BLOCK_G=max(16, next_power_of_two(num_heads // num_kv_heads)),
         BLOCK_D=block_d,
         BLOCK_N=config.block_n,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -209,6 +225,8 @@ def attn_decode_triton(
             BLOCK_N=config.block_n,
             BLOCK_S=next_power_of_two(config.splits),
             STEP=join.step,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=join.num_warps,
             num_stages=join.num_stages,
             enable_fp_fusion=True,

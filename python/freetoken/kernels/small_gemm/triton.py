@@ -50,6 +50,23 @@ def _activate(gate, up, STORAGE: tl.constexpr):
 
 
 @triton.jit
+def _weights(tile, start, row, offset, end, N: tl.constexpr, EVEN: tl.constexpr):
+    """The ``[BLOCK_N, BLOCK_K]`` weights from column ``start`` on; zero outside ``N`` rows and from ``end`` on."""
+    if EVEN:
+        return tl.load(tile + start)
+    inside = (row[:, None] < N) & (offset[None, :] < end - start)
+    return tl.load(tile + start, mask=inside, other=0.0)
+
+
+@triton.jit
+def _activations(x_ptr, start, offset, end, EVEN: tl.constexpr):
+    """``x`` from column ``start`` on as float32 ``[1, BLOCK_K]``; zero from ``end`` on."""
+    if EVEN:
+        return tl.load(x_ptr + start + offset).to(tl.float32)[None, :]
+    return tl.load(x_ptr + start + offset, mask=offset < end - start, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -70,38 +87,34 @@ def gemv_kernel(
     """One row: ``out [N] = x [K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
 
     Grid ``(ceil(N / BLOCK_N), SPLIT_K)``. Each thread keeps its own partial sums along K and the block reduces once at
-    the end; the next tile of weights is requested before the current one is used.
+    the end.
     """
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (BLOCK_K * SPLIT_K) == 0
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1) * (STEPS * BLOCK_K)
-    column = begin + tl.arange(0, BLOCK_K)
-    row_inside = row[:, None] < N
-    gate_tile = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
-    up_tile = gate_tile + N * K
-    inside = row_inside & (column[None, :] < K)
-    gate = tl.load(gate_tile, mask=inside, other=0.0, eviction_policy="evict_first")
+    end = tl.minimum(begin + STEPS * BLOCK_K, K)
+    offset = tl.arange(0, BLOCK_K)
+    tile = weight_ptr + row.to(tl.int64)[:, None] * K + offset[None, :]
     gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    if SILU:
-        up = tl.load(up_tile, mask=inside, other=0.0, eviction_policy="evict_first")
-        up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32) if SILU else gate_sum
+    # The first weights are asked for before the kernel that makes x has ended.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    gate = _weights(tile, begin, row, offset, end, N, EVEN)
+    up = _weights(tile + N * K, begin, row, offset, end, N, EVEN) if SILU else gate
+    if EARLY:
         tl.extra.cuda.gdc_wait()
-    for _ in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
-        x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
-        column += BLOCK_K
-        gate_tile += BLOCK_K
-        inside = row_inside & (column[None, :] < tl.minimum(begin + STEPS * BLOCK_K, K))
-        next_gate = tl.load(gate_tile, mask=inside, other=0.0, eviction_policy="evict_first")
-        gate_sum += gate.to(tl.float32) * x
-        gate = next_gate
+    x = _activations(x_ptr, begin, offset, end, EVEN)
+    gate_sum += gate.to(tl.float32) * x
+    if SILU:
+        up_sum += up.to(tl.float32) * x
+    for start in tl.range(begin + BLOCK_K, begin + STEPS * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
+        x = _activations(x_ptr, start, offset, end, EVEN)
+        gate_sum += _weights(tile, start, row, offset, end, N, EVEN).to(tl.float32) * x
         if SILU:
-            up_tile += BLOCK_K
-            next_up = tl.load(up_tile, mask=inside, other=0.0, eviction_policy="evict_first")
-            up_sum += up.to(tl.float32) * x
-            up = next_up
+            up_sum += _weights(tile + N * K, start, row, offset, end, N, EVEN).to(tl.float32) * x
 
     total = tl.sum(gate_sum, axis=1)
     other = tl.sum(up_sum, axis=1) if SILU else total
@@ -156,33 +169,36 @@ def gemm_kernel(
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
     M: tl.constexpr = 16
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (BLOCK_K * SPLIT_K) == 0
     token = tl.arange(0, M)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1) * (STEPS * BLOCK_K)
-    column = tl.arange(0, BLOCK_K)
-    x_tile = x_ptr + token[:, None] * K + column[None, :]
-    gate_tile = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
-    total = tl.zeros((M, BLOCK_N), tl.float32)
-    other = tl.zeros((M, BLOCK_N), tl.float32)
+    end = tl.minimum(begin + STEPS * BLOCK_K, K)
+    offset = tl.arange(0, BLOCK_K)
+    x_tile = x_ptr + token[:, None] * K + offset[None, :]
+    tile = weight_ptr + row.to(tl.int64)[:, None] * K + offset[None, :]
+    total = tl.zeros((BLOCK_N, M), tl.float32)
+    other = tl.zeros((BLOCK_N, M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for step in range(STEPS):
-        start = begin + step * BLOCK_K
-        k_inside = column[None, :] < K - start
-        x = tl.load(x_tile + start, mask=(token[:, None] < m) & k_inside, other=0.0)
-        inside = (row[:, None] < N) & k_inside
-        gate = tl.load(gate_tile + start, mask=inside, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(x, tl.trans(gate), total, input_precision="ieee")
+    # Weights are the left operand: their 64 or more rows fill a warp group's product, and 16 tokens are its columns.
+    for start in tl.range(begin, begin + STEPS * BLOCK_K, BLOCK_K):
+        inside = token[:, None] < m
+        if not EVEN:
+            inside = inside & (offset[None, :] < end - start)
+        x = tl.trans(tl.load(x_tile + start, mask=inside, other=0.0))
+        gate = _weights(tile, start, row, offset, end, N, EVEN)
+        total = tl.dot(gate, x, total, input_precision="ieee")
         if SILU:
-            up = tl.load(gate_tile + N * K + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            other = tl.dot(x, tl.trans(up), other, input_precision="ieee")
+            up = _weights(tile + N * K, start, row, offset, end, N, EVEN)
+            other = tl.dot(up, x, other, input_precision="ieee")
 
-    inside = (token[:, None] < m) & (row[None, :] < N)
+    inside = (row[:, None] < N) & (token[None, :] < m)
     last = True
     if SPLIT_K > 1:
         HALVES: tl.constexpr = 2 if SILU else 1
-        cell = token[:, None] * (N * HALVES) + row[None, :]
+        cell = token[None, :] * (N * HALVES) + row[:, None]
         mine = parts_ptr + tl.program_id(1) * (M * N * HALVES) + cell
         tl.store(mine, total, mask=inside)
         if SILU:
@@ -190,8 +206,8 @@ def gemm_kernel(
         tl.debug_barrier()
         last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1
         if last:
-            total = tl.zeros((M, BLOCK_N), tl.float32)
-            other = tl.zeros((M, BLOCK_N), tl.float32)
+            total = tl.zeros((BLOCK_N, M), tl.float32)
+            other = tl.zeros((BLOCK_N, M), tl.float32)
             for part in tl.static_range(SPLIT_K):
                 source = parts_ptr + part * (M * N * HALVES) + cell
                 total += tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
@@ -199,11 +215,11 @@ def gemm_kernel(
                     other += tl.load(source + N, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(arrivals_ptr + tl.program_id(0), 0)
     if last:
-        value = _finish(total, bias_ptr, row[None, :], row[None, :] < N, HAS_BIAS, STORAGE)
+        value = _finish(total, bias_ptr, row[:, None], row[:, None] < N, HAS_BIAS, STORAGE)
         if SILU:
-            second = _finish(other, bias_ptr + N, row[None, :], row[None, :] < N, HAS_BIAS, STORAGE)
+            second = _finish(other, bias_ptr + N, row[:, None], row[:, None] < N, HAS_BIAS, STORAGE)
             value = _activate(value, second, STORAGE)
-        out = out_ptr + token[:, None].to(tl.int64) * N + row[None, :]
+        out = out_ptr + token[None, :].to(tl.int64) * N + row[:, None]
         tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
