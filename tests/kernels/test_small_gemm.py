@@ -11,7 +11,17 @@ from poison import DEVICE, choice, poisoned_outputs
 from freetoken.kernels import checking
 from freetoken.kernels.checking import KernelCheckError, relative_rms
 from freetoken.kernels.silu_mul import SiluMul
-from freetoken.kernels.small_gemm import MAX_TOKENS, GemmConfig, SmallGemm, candidates, pick_config, reference, triton
+from freetoken.kernels.small_gemm import (
+    MAX_TOKENS,
+    GemmConfig,
+    SmallGemm,
+    candidates,
+    host,
+    pick_config,
+    reference,
+    triton,
+)
+from freetoken.kernels.small_gemm.host import HostRow
 
 GEMV = [
     GemmConfig(4, 64, 1),
@@ -111,6 +121,31 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton, "linear", lambda x, weight, *_, **__: x @ weight.t() + 0.1)
     with pytest.raises(KernelCheckError, match="small_gemm: the output differs"):
         gemm.linear(x, weight)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_row_on_the_cpu_is_the_same_either_way(pays: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(HostRow, "_doubling_pays", lambda self: pays)
+    gemm = SmallGemm(choice("small_gemm", "reference"), SiluMul(choice("silu_mul", "reference")))
+    x, weight, offset = torch.randn(1, 24), torch.randn(10, 24), torch.randn(10) if bias else None
+    gemm.reserve(weight, silu=False)
+    calls = []
+    monkeypatch.setattr(host, "doubled", lambda *args, real=host.doubled: (calls.append(1), real(*args))[1])
+    torch.testing.assert_close(gemm.linear(x, weight, offset), reference.linear(x, weight, offset))
+    torch.testing.assert_close(gemm.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight))
+    assert len(calls) == (2 if pays else 0)
+
+
+def test_the_faster_way_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = HostRow()
+    row.register(torch.randn(8, 16))
+    clock = iter([0.0, 1.0, 1.0, 4.0] * host.ROUNDS)
+    monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
+    assert row._doubling_pays()
+    clock = iter([0.0, 1.0, 1.0, 2.0] * host.ROUNDS)
+    assert not row._doubling_pays()
 
 
 def test_a_split_without_scratch_is_refused() -> None:

@@ -9,6 +9,7 @@ from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import reference
 from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, pick_config
+from freetoken.kernels.small_gemm.host import HostRow
 
 __all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "pick_config"]
 
@@ -17,7 +18,8 @@ class SmallGemm:
     """The op with its implementation bound once, shared by all linear layers of a model.
 
     Up to :data:`MAX_TOKENS` rows run the fused kernels (in float32 only one row does: the other kernel is for tensor
-    cores); above that, torch's matmul and ``silu_mul``. Inputs must be contiguous.
+    cores); above that, torch's matmul and ``silu_mul``. On the CPU one row goes through :class:`HostRow`. Inputs must be
+    contiguous.
     """
 
     def __init__(self, choice: Choice, silu_mul: SiluMul) -> None:
@@ -25,6 +27,7 @@ class SmallGemm:
         self._silu_mul = silu_mul
         self._fused = choice.impl != "reference"
         self._checked = choice.impl == "check"
+        self._host_row = HostRow()
         if self._fused:
             from freetoken.kernels.small_gemm import triton
 
@@ -32,10 +35,12 @@ class SmallGemm:
             self._scratch = triton.Scratch()
 
     def reserve(self, weight: torch.Tensor, *, silu: bool) -> None:
-        """Size the scratch memory for products with this weight; called when a layer is built."""
+        """Prepare for products with this weight (scratch memory); called when a layer is built."""
         if self._fused:
             n, k = weight.shape
             self._triton.reserve(self._scratch, n, k, silu=silu, device=weight.device)
+        elif not weight.is_cuda:
+            self._host_row.register(weight)
 
     def _fits(self, x: torch.Tensor) -> bool:
         return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else MAX_TOKENS)
@@ -49,7 +54,7 @@ class SmallGemm:
     ) -> torch.Tensor:
         """``[M, N]``, as :func:`reference.linear`."""
         if not self._fits(x):
-            return reference.linear(x, weight, bias, out_dtype)
+            return self._plain(x, weight, bias, out_dtype)
         y = self._triton.linear(x, weight, bias, out_dtype, scratch=self._scratch)
         if self._checked:
             self._compare(y, reference.linear(x, weight, bias), x.dtype)
@@ -58,11 +63,23 @@ class SmallGemm:
     def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, F]``, as :func:`reference.linear_silu_mul`."""
         if not self._fits(x):
-            return self._silu_mul(reference.linear(x, weight, bias))
+            return self._silu_mul(self._plain(x, weight, bias))
         y = self._triton.linear_silu_mul(x, weight, bias, scratch=self._scratch)
         if self._checked:
             self._compare(y, reference.linear_silu_mul(x, weight, bias), x.dtype)
         return y
+
+    def _plain(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if x.shape[0] == 1 and not self._fused and not x.is_cuda:
+            y = self._host_row.linear(x, weight, bias)
+            return y if out_dtype is None else y.to(out_dtype)
+        return reference.linear(x, weight, bias, out_dtype)
 
     def _compare(self, actual: torch.Tensor, expected: torch.Tensor, storage: torch.dtype) -> None:
         checking.refuse_capture("small_gemm", self.choice.flag)

@@ -14,11 +14,7 @@ def linear(
 
     ``out_dtype`` widens that rounded result.
     """
-    if x.shape[0] == 1 and x.device.type == "cpu" and torch.get_num_threads() > 1:
-        # BLAS sends one row to a matrix-vector routine on one thread, and two rows to one that uses all of them.
-        y = torch.nn.functional.linear(x.expand(2, -1), weight, bias)[:1]
-    else:
-        y = torch.nn.functional.linear(x, weight, bias)
+    y = torch.nn.functional.linear(x, weight, bias)
     return y if out_dtype is None else y.to(out_dtype)
 
 
