@@ -27,7 +27,8 @@ class KernelCase:
 
     ``kernel`` is ``module:function``. ``signature`` gives the types of the run-time arguments in Triton's notation (``*bf16``,
     ``*i64``, ``i32``, ``fp32``), ``constexprs`` the values of the others, ``options`` those of the launch (``num_warps``,
-    ``num_stages``). Pointers count as divisible by 16. Architectures below ``first_arch`` are left out.
+    ``num_stages``). Pointers count as divisible by 16. Architectures below ``first_arch`` and above ``last_arch``
+    are left out.
     """
 
     name: str
@@ -36,6 +37,7 @@ class KernelCase:
     constexprs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     first_arch: int = 0
+    last_arch: int = 999
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _main(module: str, attribute: str, *architectures: str) -> None:
     # Rows are made by the importable copy of this module, whose class is not that of ``__main__``.
     for case in getattr(importlib.import_module(module), attribute):
         for arch in map(int, architectures):
-            if arch >= case.first_arch:
+            if case.first_arch <= arch <= case.last_arch:
                 print(json.dumps(asdict(_compile(case, arch))), flush=True)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compile_tool import KernelCase
 
-from freetoken.kernels.small_gemm.configs import pick_config
+from freetoken.kernels.small_gemm.configs import HOPPER, pick_config
 
 HIDDEN, FFN, VOCAB, QKV = 4096, 12288, 151936, 6144
 GEMM = "freetoken.kernels.small_gemm.triton"
@@ -53,9 +53,10 @@ def _rope(heads: int, norm: bool) -> KernelCase:
     )
 
 
-def _product(name: str, m: int) -> KernelCase:
+def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
     rows, k, silu = PRODUCTS[name]
-    config = pick_config(rows, k, m)
+    config = pick_config(rows, k, m, HOPPER if hopper else None)
+    limits = {"first_arch": 90, "last_arch": 90} if hopper else {}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16")
     signature = {
         **pointers,
@@ -76,10 +77,10 @@ def _product(name: str, m: int) -> KernelCase:
     if m == 1:
         options = {"num_warps": config.num_warps}
         return KernelCase(
-            f"gemv {name}", f"{GEMM}:gemv_kernel", signature, {**values, "UNROLL": config.unroll}, options
+            f"gemv {name}", f"{GEMM}:gemv_kernel", signature, {**values, "UNROLL": config.unroll}, options, **limits
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return KernelCase(f"gemm {name} m={m}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options)
+    return KernelCase(f"gemm {name} m={m}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits)
 
 
 def _early(case: KernelCase) -> KernelCase:
@@ -103,5 +104,6 @@ CASES = [
     ),
     *(_product(name, 1) for name in PRODUCTS),
     *(_product(name, 16) for name in PRODUCTS),
+    *(_product(name, m, hopper=True) for name in PRODUCTS for m in (1, 16)),
     *(_early(case) for case in (_norm(True), _rope(1, True), _product("gate_up", 1), _product("down", 16))),
 ]

@@ -46,6 +46,8 @@ def compile_kernel(kernel: Any, element: str, constants: dict[str, int], arch: i
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    if constants.get("EARLY"):
+        options["launch_pdl"] = True
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -78,9 +80,10 @@ def main(arch: int) -> None:
         d = decode_config(head_dim, heads // kv_heads, 64, 4096, 132, num_kv_heads=kv_heads, element_size=size)
         p = prefill_config(head_dim, dtypes[element], divmod(arch, 10))
         j = join_config(head_dim)
-        join = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": d.block_n, "BLOCK_S": 64}
+        early = {"EARLY": arch >= 90}
+        join = {**early, "HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": d.block_n, "BLOCK_S": 64}
         jobs = {
-            "split": (decode._split_kernel, {**shape, "BLOCK_G": 16, "BLOCK_N": d.block_n}, d),
+            "split": (decode._split_kernel, {**shape, **early, "BLOCK_G": 16, "BLOCK_N": d.block_n}, d),
             "join": (decode._join_kernel, {**join, "STEP": j.step}, j),
             "prefill": (prefill._prefill_kernel, {**shape, "BLOCK_M": p.block_m, "BLOCK_N": p.block_n}, p),
         }

@@ -18,10 +18,15 @@ FIRST_CAPABILITY = (9, 0)
 
 
 @functools.cache
-def _capable(index: int | None) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= FIRST_CAPABILITY
+def _cuda_capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device; ``None`` for any other."""
+    return _cuda_capability(device.index) if device.type == "cuda" else None
 
 
 def early(tensor: torch.Tensor) -> bool:
     """Whether a kernel on this tensor's device is to be launched early."""
-    return EARLY_LAUNCH and tensor.is_cuda and _capable(tensor.device.index)
+    return EARLY_LAUNCH and tensor.is_cuda and _cuda_capability(tensor.device.index) >= FIRST_CAPABILITY

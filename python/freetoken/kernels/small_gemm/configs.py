@@ -26,39 +26,61 @@ class GemmConfig:
     split_k: int = 1
 
 
-CONFIGS: dict[tuple[int, int, int], GemmConfig] = {}
-"""Measured settings by ``(N, K, class)``, where N counts weight rows and class comes from :func:`m_class`."""
+Capability = tuple[int, int]
+HOPPER: Capability = (9, 0)
+
+_QWEN3_8B_ON_H200: dict[tuple[int, int, int], GemmConfig] = {
+    (24576, 4096, 1): GemmConfig(2, 1024, 4),
+    (4096, 12288, 1): GemmConfig(2, 1024, 4, unroll=2),
+    (6144, 4096, 1): GemmConfig(8, 1024, 4),
+    (4096, 4096, 1): GemmConfig(4, 1024, 4),
+    (151936, 4096, 1): GemmConfig(2, 4096, 8),
+    (24576, 4096, 16): GemmConfig(64, 128, 4, num_stages=3),
+    (4096, 12288, 16): GemmConfig(64, 256, 4, num_stages=3, split_k=2),
+    (6144, 4096, 16): GemmConfig(64, 256, 4, num_stages=3),
+    (4096, 4096, 16): GemmConfig(64, 256, 4, num_stages=3, split_k=2),
+    (151936, 4096, 16): GemmConfig(64, 128, 4, num_stages=4),
+}
+CONFIGS: dict[Capability, dict[tuple[int, int, int], GemmConfig]] = {HOPPER: _QWEN3_8B_ON_H200}
+"""Measured settings by compute capability, then by ``(N, K, class)``, where N counts weight rows and the class comes from
+:func:`m_class`. Each was chosen by the time of the whole decode step it is part of."""
 
 
 def m_class(m: int) -> int:
-    """1 for one row of x (matrix-vector kernel), 8 for 2 to 8, 16 for 9 to 16 (tensor-core kernel)."""
-    return 1 if m == 1 else 8 if m <= 8 else 16
+    """1 for one row of x (matrix-vector kernel), 16 for 2 to 16 (tensor-core kernel)."""
+    return 1 if m == 1 else 16
 
 
 def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(n: int, k: int, m: int) -> GemmConfig:
-    """The measured settings of this shape, or a default that suits it."""
-    found = CONFIGS.get((n, k, m_class(m)))
+def pick_config(n: int, k: int, m: int, capability: Capability | None = None) -> GemmConfig:
+    """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
+
+    The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
+    program, and cuts K until about a hundred programs run.
+    """
+    found = CONFIGS.get(capability, {}).get((n, k, m_class(m))) if capability is not None else None
     if found is not None:
         return found
     if m == 1:
         block_k = min(1024, _power_of_two_at_least(k))
-        block_n = 4 if n >= 16384 else 8 if n >= 2048 else 4 if n >= 1024 else 2
-        return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 1024)))
-    block_n, longest = (16, 256) if n < 16384 else (32, 128)
-    block_k = max(16, min(longest, _power_of_two_at_least(k)))
-    return GemmConfig(block_n, block_k, num_warps=4, num_stages=4)
+        block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
+        return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
+    block_k = max(16, min(64, _power_of_two_at_least(k)))
+    split = 1
+    while split < 8 and n // 64 * split < 96 and k // (split * 2) >= 512:
+        split *= 2
+    return GemmConfig(64, block_k, num_warps=4, num_stages=4, split_k=split)
 
 
-def candidates(n: int, k: int, m: int) -> list[GemmConfig]:
+def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:
     """Settings worth timing for this shape, the default first; ``n`` counts weight rows (gate and up together).
 
     Some may ask for more shared memory or registers than a given GPU has; a tuning loop skips those that fail to launch.
     """
-    found = [pick_config(n, k, m)]
+    found = [pick_config(n, k, m, capability)]
     if m == 1:
         grid = itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2), (1, 2))
         for block_n, block_k, warps, unroll, split in grid:

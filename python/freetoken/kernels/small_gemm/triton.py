@@ -272,7 +272,9 @@ def linear(
     n, k = weight.shape
     out = torch.empty((x.shape[0], n), dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] > 0:
-        _launch(x, weight, bias, out, False, config or pick_config(n, k, x.shape[0]), scratch)
+        _launch(
+            x, weight, bias, out, False, config or pick_config(n, k, x.shape[0], launch.capability(x.device)), scratch
+        )
     return out
 
 
@@ -288,7 +290,9 @@ def linear_silu_mul(
     n, k = weight.shape
     out = torch.empty((x.shape[0], n // 2), dtype=x.dtype, device=x.device)
     if x.shape[0] > 0:
-        _launch(x, weight, bias, out, True, config or pick_config(n, k, x.shape[0]), scratch)
+        _launch(
+            x, weight, bias, out, True, config or pick_config(n, k, x.shape[0], launch.capability(x.device)), scratch
+        )
     return out
 
 
@@ -296,5 +300,5 @@ def reserve(scratch: Scratch, n: int, k: int, *, silu: bool, device: torch.devic
     """Size ``scratch`` for every M of a ``[n, k]`` weight."""
     halves = 2 if silu else 1
     for m in sorted({m_class(m) for m in range(1, MAX_TOKENS + 1)}):
-        config = pick_config(n, k, m)
+        config = pick_config(n, k, m, launch.capability(torch.device(device)))
         scratch.reserve(n // halves, config.split_k, halves, config.block_n, device)
