@@ -33,6 +33,11 @@ def test_append_then_read(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == figures.read(path)
 
 
+def test_numbers_are_cut_to_what_they_mean(tmp_path: Path) -> None:
+    figures.append(tmp_path / "x.jsonl", [{"a": 1.23456789, "b": {"c": 1234567.89}, "d": 123456789, "e": True}])
+    assert figures.read(tmp_path / "x.jsonl") == [{"a": 1.23457, "b": {"c": 1234570.0}, "d": 123456789, "e": True}]
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", "3"])
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "x.jsonl"

@@ -105,13 +105,22 @@ def figure(what: str, *, model: str, device: str, **values: Any) -> dict[str, An
     }
 
 
+def _rounded(value: Any) -> Any:
+    """Six significant digits: more is noise, and makes lines hard to read."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value
+
+
 def append(path: str | Path, figures: Iterable[dict[str, Any]]) -> None:
-    """Append lines to ``path``, making its folder."""
+    """Append lines to ``path``, making its folder. Numbers are cut to six significant digits."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("a", encoding="utf-8") as file:
         for item in figures:
-            file.write(json.dumps(item, ensure_ascii=False) + "\n")
+            file.write(json.dumps(_rounded(item), ensure_ascii=False) + "\n")
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ def rope_kv(device: str, sizes: Sizes) -> list[Case]:
             k, v = (torch.zeros(shape, dtype=sizes.dtype, device=device) for _ in range(2))
             op = RopeKv(_choice("rope_kv", impl), table)
             step = op.prepare(positions, slots, sizes.page)
-            return lambda: (op(qkv, k, v, step, *norms, 1e-6), k, v)
+            return lambda: (op(qkv, k, v, step, norms[0], norms[1], 1e-6), k, v)
 
         cases.append(Case({"tokens": tokens}, call("triton"), call("reference"), 2 * qkv.numel() * qkv.element_size()))
     return cases
