@@ -21,7 +21,7 @@ from freetoken.kernels.small_gemm import (
     reference,
     triton,
 )
-from freetoken.kernels.small_gemm.host import HostRow
+from freetoken.kernels.small_gemm.host import HostProduct
 
 GEMV = [
     GemmConfig(4, 64, 1),
@@ -125,27 +125,35 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("pays", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_one_row_on_the_cpu_is_the_same_either_way(pays: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(HostRow, "_doubling_pays", lambda self: pays)
-    gemm = SmallGemm(choice("small_gemm", "reference"), SiluMul(choice("silu_mul", "reference")))
-    x, weight, offset = torch.randn(1, 24), torch.randn(10, 24), torch.randn(10) if bias else None
+@pytest.mark.parametrize("m", [0, 1, 2, 5, 8, 9])
+def test_few_rows_on_the_cpu_are_the_same_either_way(
+    m: int, pays: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostProduct, "_slicing_pays", lambda self, rows: pays)
+    gemm = SmallGemm(choice("small_gemm", "host"), SiluMul(choice("silu_mul", "reference")))
+    x, weight, offset = torch.randn(m, 24), torch.randn(16, 24), torch.randn(16) if bias else None
     gemm.reserve(weight, silu=False)
     calls = []
-    monkeypatch.setattr(host, "doubled", lambda *args, real=host.doubled: (calls.append(1), real(*args))[1])
+    monkeypatch.setattr(host, "sliced", lambda *args, real=host.sliced: (calls.append(1), real(*args))[1])
     torch.testing.assert_close(gemm.linear(x, weight, offset), reference.linear(x, weight, offset))
     torch.testing.assert_close(gemm.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight))
-    assert len(calls) == (2 if pays else 0)
+    assert len(calls) == (2 if pays and 0 < m <= host.MAX_ROWS else 0)
+
+
+def test_rows_that_do_not_divide_are_not_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostProduct, "_slicing_pays", lambda self, rows: True)
+    x, weight = torch.randn(2, 24), torch.randn(10, 24)
+    torch.testing.assert_close(HostProduct().linear(x, weight), x @ weight.t())
 
 
 def test_the_faster_way_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = HostRow()
-    row.register(torch.randn(8, 16))
+    product = HostProduct()
+    product.register(torch.randn(8, 16))
     clock = iter([0.0, 1.0, 1.0, 4.0] * host.ROUNDS)
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock))
-    assert row._doubling_pays()
+    assert product._slicing_pays(1)
     clock = iter([0.0, 1.0, 1.0, 2.0] * host.ROUNDS)
-    assert not row._doubling_pays()
+    assert not product._slicing_pays(1)
 
 
 def test_a_split_without_scratch_is_refused() -> None:

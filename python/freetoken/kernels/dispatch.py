@@ -10,7 +10,8 @@ from freetoken.environ import KernelMode
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision for one op: ``impl`` is ``reference``, ``triton``, ``sgl_kernel`` or ``check``; ``why`` one clause."""
+    """The decision for one op: ``impl`` is ``reference``, ``host`` (a faster form for the CPU), ``triton``, ``sgl_kernel`` or
+    ``check``; ``why`` one clause."""
 
     op: str
     flag: str
@@ -20,12 +21,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Op:
-    """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it."""
+    """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it,
+    ``sgl_unfit`` says why none can, ``host`` what the op does on the CPU where it has a form of its own for it."""
 
     name: str
     flag: str
     sgl_symbols: tuple[str, ...] = ()
     sgl_unfit: str | None = None
+    host: str | None = None
 
 
 OPS: tuple[Op, ...] = (
@@ -36,7 +39,11 @@ OPS: tuple[Op, ...] = (
         sgl_unfit="default on CUDA; sgl_kernel's rotary neither norms the heads nor writes these pages",
     ),
     Op("silu_mul", "FREETOKEN_FUSED_SILU_MUL", sgl_symbols=("silu_and_mul",)),
-    Op("small_gemm", "FREETOKEN_SMALL_GEMM"),
+    Op(
+        "small_gemm",
+        "FREETOKEN_SMALL_GEMM",
+        host="no CUDA device; few rows by slices of the weights where that is faster here",
+    ),
     Op("sampler", "FREETOKEN_FUSED_SAMPLER"),
 )
 
@@ -69,7 +76,10 @@ def choose_op(name: str, device: str) -> Choice:
         from freetoken.kernels import sgl
 
         unusable = sgl.unusable(op.sgl_symbols)
-    return choose(op.name, op.flag, device, sgl_kernel=unusable)
+    choice = choose(op.name, op.flag, device, sgl_kernel=unusable)
+    if op.host is not None and device == "cpu" and environ.kernel_mode(op.flag) == "on":
+        return Choice(op.name, op.flag, "host", op.host)
+    return choice
 
 
 def table(device: str) -> list[Choice]:

@@ -9,7 +9,7 @@ from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import reference
 from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, pick_config
-from freetoken.kernels.small_gemm.host import HostRow
+from freetoken.kernels.small_gemm.host import HostProduct
 
 __all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "pick_config"]
 
@@ -18,16 +18,16 @@ class SmallGemm:
     """The op with its implementation bound once, shared by all linear layers of a model.
 
     Up to :data:`MAX_TOKENS` rows run the fused kernels (in float32 only one row does: the other kernel is for tensor
-    cores); above that, torch's matmul and ``silu_mul``. On the CPU one row goes through :class:`HostRow`. Inputs must be
+    cores); above that, torch's matmul and ``silu_mul``. On the CPU few rows go through :class:`HostProduct`. Inputs must be
     contiguous.
     """
 
     def __init__(self, choice: Choice, silu_mul: SiluMul) -> None:
         self.choice = choice
         self._silu_mul = silu_mul
-        self._fused = choice.impl != "reference"
+        self._fused = choice.impl not in ("reference", "host")
         self._checked = choice.impl == "check"
-        self._host_row = HostRow()
+        self._host = HostProduct() if choice.impl == "host" else None
         if self._fused:
             from freetoken.kernels.small_gemm import triton
 
@@ -39,8 +39,8 @@ class SmallGemm:
         if self._fused:
             n, k = weight.shape
             self._triton.reserve(self._scratch, n, k, silu=silu, device=weight.device)
-        elif not weight.is_cuda:
-            self._host_row.register(weight)
+        elif self._host is not None:
+            self._host.register(weight)
 
     def _fits(self, x: torch.Tensor) -> bool:
         return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else MAX_TOKENS)
@@ -76,8 +76,8 @@ class SmallGemm:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        if x.shape[0] == 1 and not self._fused and not x.is_cuda:
-            y = self._host_row.linear(x, weight, bias)
+        if self._host is not None:
+            y = self._host.linear(x, weight, bias)
             return y if out_dtype is None else y.to(out_dtype)
         return reference.linear(x, weight, bias, out_dtype)
 

@@ -1,8 +1,9 @@
-"""Products of one row on the CPU.
+"""Products of few rows on the CPU.
 
-BLAS libraries send one row to a matrix-vector routine and two to a matrix-matrix one. Where the first runs on one thread
-only, computing the row twice takes 40 % of its time; where cores are busy or few, it takes twice as long. So both are timed
-over the model's own weights, and the faster is kept.
+BLAS libraries give one row to a matrix-vector routine that may run on one thread, and a few rows to a matrix product
+that is cut for large ones. A batched product over slices of the weight rows keeps every core reading a slice of its own,
+for one row computed twice as well. Which way is faster depends on the library, the cores and what else they do, so both
+are timed over the model's own weights and the faster is kept.
 """
 
 from __future__ import annotations
@@ -11,39 +12,55 @@ import time
 
 import torch
 
-PROBE_BYTES = 512 * 2**20
+MAX_ROWS = 8
+"""Rows of x up to which slicing is considered: beyond that the matrix product keeps all cores busy by itself."""
+SLICES = 4
+PROBE_BYTES = 256 * 2**20
 ROUNDS = 3
 
 
-def doubled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x [1, K] @ weight [N, K]^T + bias`` computed as two equal rows."""
-    return torch.nn.functional.linear(x.expand(2, -1), weight, bias)[:1]
+def sliced(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x [M, K] @ weight [N, K]^T + bias`` as products with slices of the weight's rows; N must be a multiple of
+    :data:`SLICES`."""
+    m, (n, k) = x.shape[0], weight.shape
+    # One row is doubled: two columns are a matrix product, one would be the matrix-vector routine again.
+    columns = x.repeat(2, 1).t() if m == 1 else x.t()
+    y = torch.matmul(weight.view(SLICES, n // SLICES, k), columns).view(n, -1)[:, :m].t().contiguous()
+    return y if bias is None else y + bias
 
 
-class HostRow:
-    """Chooses between the two ways on its first call, over the weights that were registered until then."""
+def rows_class(rows: int) -> int:
+    """Row counts are timed in three classes: 1, up to 4, up to :data:`MAX_ROWS`."""
+    return 1 if rows == 1 else 4 if rows <= 4 else MAX_ROWS
+
+
+class HostProduct:
+    """Chooses between the two ways at the first call of each class of row counts, over the weights registered by then."""
 
     def __init__(self) -> None:
         self._weights: list[torch.Tensor] = []
-        self._doubling: bool | None = None
+        self._slicing: dict[int, bool] = {}
 
     def register(self, weight: torch.Tensor) -> None:
         """Count a weight among those the choice is timed on."""
         self._weights.append(weight)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``[1, N]``, as :func:`reference.linear`."""
-        if self._doubling is None:
-            self._doubling = torch.get_num_threads() > 1 and self._doubling_pays()
-            self._weights.clear()
-        return doubled(x, weight, bias) if self._doubling else torch.nn.functional.linear(x, weight, bias)
+        """``[M, N]``, as :func:`reference.linear` without ``out_dtype``."""
+        rows = x.shape[0]
+        if not 0 < rows <= MAX_ROWS or weight.shape[0] % SLICES or not weight.is_contiguous():
+            return torch.nn.functional.linear(x, weight, bias)
+        kind = rows_class(rows)
+        if kind not in self._slicing:
+            self._slicing[kind] = self._slicing_pays(kind)
+        return sliced(x, weight, bias) if self._slicing[kind] else torch.nn.functional.linear(x, weight, bias)
 
-    def _doubling_pays(self) -> bool:
-        """Whether a pass over the weights is faster doubled; enough of them that caches do not hold them all."""
+    def _slicing_pays(self, rows: int) -> bool:
+        """Whether a pass over the weights is clearly faster sliced; enough of them that caches do not hold them all."""
         chosen, total = [], 0
         for weight in self._weights:
-            if total < PROBE_BYTES:
-                chosen.append((weight.new_zeros(1, weight.shape[1]), weight))
+            if total < PROBE_BYTES and weight.shape[0] % SLICES == 0:
+                chosen.append((torch.ones(rows, weight.shape[1], dtype=weight.dtype), weight))
                 total += weight.nbytes
         best = {True: float("inf"), False: float("inf")}
         for _ in range(ROUNDS):
@@ -51,7 +68,7 @@ class HostRow:
                 start = time.perf_counter()
                 for x, weight in chosen:
                     if way:
-                        doubled(x, weight)
+                        sliced(x, weight)
                     else:
                         torch.nn.functional.linear(x, weight)
                 best[way] = min(best[way], time.perf_counter() - start)
