@@ -41,6 +41,7 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."
     ),
+    EnvVar("FREETOKEN_COMMIT", "str", "", "Commit to write into benchmark figures where the tree is no git checkout."),
     EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),
 )
 

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from freetoken import environ
+
 CONTEXT = ("card", "model", "time", "commit", "versions", "what")
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -60,7 +62,8 @@ def folder_name(card_name: str) -> str:
 def commit(root: Path | None = None) -> str:
     """Abbreviated commit of the checkout this file lies in, ``+`` appended when tracked files differ from it.
 
-    ``unknown`` when there is no git or no checkout (an installed package, a copied tree).
+    Where there is no git or no checkout (an installed package, a copied tree), the value of ``FREETOKEN_COMMIT`` or
+    ``unknown``.
     """
     where = Path(__file__).resolve().parents[3] if root is None else root
 
@@ -73,7 +76,7 @@ def commit(root: Path | None = None) -> str:
 
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return "unknown"
+        return environ.get("FREETOKEN_COMMIT") or "unknown"
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "")
 

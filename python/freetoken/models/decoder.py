@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,8 +25,10 @@ from freetoken.models.layers import (
     load,
 )
 from freetoken.models.rope import rotary_table
-from freetoken.runner.forward_batch import ForwardBatch
-from freetoken.runner.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from freetoken.runner.forward_batch import ForwardBatch
+    from freetoken.runner.kv_pool import KVPool
 
 
 class Attention(Protocol):
