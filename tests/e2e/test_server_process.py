@@ -254,14 +254,27 @@ def test_native_generate(tiny: Server) -> None:
 
 # --- looking in -----------------------------------------------------------------------------------------------------------
 
-_SPEC_METRICS = (
-    "num_running_reqs num_queue_reqs num_used_tokens token_usage cache_hit_rate gen_throughput prompt_tokens_total "
-    "generation_tokens_total cached_tokens_total num_requests_total num_aborted_requests_total state_slots_used "
-    "graph_misses_total"
-).split()
-_SPEC_HISTOGRAMS = (
-    "time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds queue_time_seconds".split()
-)
+_SPEC_METRICS = [
+    "num_running_reqs",
+    "num_queue_reqs",
+    "num_used_tokens",
+    "token_usage",
+    "cache_hit_rate",
+    "gen_throughput",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "cached_tokens_total",
+    "num_requests_total",
+    "num_aborted_requests_total",
+    "state_slots_used",
+    "graph_misses_total",
+]
+_SPEC_HISTOGRAMS = [
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "queue_time_seconds",
+]
 
 
 def test_metrics_have_the_names_and_add_up(tiny: Server, client: openai.OpenAI) -> None:
