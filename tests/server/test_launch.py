@@ -227,6 +227,7 @@ def test_two_servers_and_a_taken_port(started: list[Process]) -> None:
 def test_bad_settings_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     flags: list[str],
     env: dict[str, str],
     says: str,
@@ -237,9 +238,11 @@ def test_bad_settings_are_one_sentence(
 
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     arguments = ["--port", "0", "--device", "cpu", "--log-level", "error", *flags]
     assert main(arguments, scheduler="server.fakes:run_scheduler", open_checkpoint=opened) == 1
     assert re.fullmatch(f"freetoken: .*{re.escape(says)}.*\n", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_idle_costs_next_to_nothing(started: list[Process]) -> None:
