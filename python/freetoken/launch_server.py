@@ -66,6 +66,15 @@ def _set_up_logging(level: str) -> None:
 
 async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, target: str) -> int:
     channel = Channel.create()
+    try:
+        return await _serve_on(channel, config, tokenizer, listener, target)
+    finally:
+        channel.remove()
+
+
+async def _serve_on(
+    channel: Channel, config: Config, tokenizer: Tokenizer, listener: socket.socket, target: str
+) -> int:
     progress = Progress(sys.stderr)
     frontend = Frontend(config, tokenizer, channel, on_progress=progress.show)
     child = Scheduler(target, config, channel.folder, frontend)
@@ -87,7 +96,6 @@ async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, 
         frontend.close()
     finally:
         child.kill()
-        channel.remove()
     if failure is not None:
         raise failure
     if frontend.status.state == "failed":

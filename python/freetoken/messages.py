@@ -11,6 +11,7 @@ from typing import Union
 import msgspec
 import zmq
 
+from freetoken.errors import StartupError
 from freetoken.sampling_params import SamplingParams
 
 # --- HTTP process -> scheduler ---------------------------------------------------------------------------------------
@@ -196,7 +197,18 @@ class Channel:
 
     @classmethod
     def create(cls) -> Channel:
-        return cls(tempfile.mkdtemp(prefix="freetoken-"))
+        """A channel in a new folder; :class:`StartupError` when there can be none."""
+        parent = tempfile.gettempdir()
+        try:
+            folder = tempfile.mkdtemp(prefix="freetoken-", dir=parent)
+        except OSError as error:
+            raise StartupError(f"cannot make a folder in {parent}: {error.strerror} (set TMPDIR)") from None
+        channel = cls(folder)
+        longest = max(len(os.fsencode(os.path.join(folder, name))) for name in ("requests", "outputs"))
+        if longest > zmq.IPC_PATH_MAX_LEN:
+            channel.remove()
+            raise StartupError(f"the path {folder} is too long for a socket; set TMPDIR to a shorter one")
+        return channel
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
@@ -207,11 +207,16 @@ class Config:
         return values
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the list of all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"freetoken: {message} (--help lists all flags)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command-line parser made from the table."""
-    result = argparse.ArgumentParser(
-        prog="python -m freetoken.launch_server", description="Serve a language model over HTTP."
-    )
+    result = _Parser(prog="python -m freetoken.launch_server", description="Serve a language model over HTTP.")
     groups: dict[str, Any] = {}
     for row in dataclasses.fields(ServerArgs):
         meta = row.metadata
@@ -232,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Parse a command line; argparse prints its own message and exits 2 on a bad one."""
+    """Parse a command line; a bad one prints a sentence and exits 2."""
     return ServerArgs(**vars(parser().parse_args(argv)))
 
 

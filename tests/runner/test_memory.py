@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from freetoken.errors import StartupError
 from freetoken.models.config import ModelConfig
-from freetoken.runner.memory import GIB, plan_memory, step_bytes
+from freetoken.runner.memory import GIB, check_model_fits, plan_memory, step_bytes
 
 
 def model(**changes: object) -> ModelConfig:
@@ -99,3 +99,22 @@ def test_step_bytes_grow_with_each_part() -> None:
     small = step_bytes(model(), **base)  # type: ignore[arg-type]
     for key, value in (("prefill_tokens", 4096), ("rows", 128), ("page_table_entries", 2000), ("dtype", "float32")):
         assert step_bytes(model(), **{**base, key: value}) > small  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded() -> None:
+    """Qwen3-8B: 8.19 G weights; 256 rows of 151,936 ids at 2 bytes are 0.07 GiB."""
+
+    def check(dtype: str, rows: int, free: int) -> None:
+        check_model_fits(
+            model(), dtype=dtype, rows=rows, page_table_entries=0, free_bytes=free * GIB, total_bytes=32 * GIB
+        )
+
+    check("bfloat16", 256, 16)
+    with pytest.raises(
+        StartupError, match=r"weights need 15\.26 GiB in bfloat16 .* 15\.00 GiB of 32\.00 GiB .* smaller"
+    ):
+        check("bfloat16", 256, 15)
+    with pytest.raises(StartupError, match=r"weights need 30\.51 GiB in float32 .*--dtype bfloat16"):
+        check("float32", 256, 16)
+    with pytest.raises(StartupError, match=r"8000 running requests 2\.26 GiB.*--max-running-requests"):
+        check("bfloat16", 8000, 16)

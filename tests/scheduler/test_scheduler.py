@@ -65,7 +65,8 @@ def test_stress(order: str, overlap: bool, radix: bool) -> None:
         disable_radix_cache=not radix,
         chunked_prefill_size=16,
         max_prefill_tokens=48,
-        max_queued_requests=60,
+        max_running_requests=6,
+        max_queued_requests=54,
     )
     h = Harness(config, num_pages=41, max_rows=6)
     stems = [prompt(rng, 40) for _ in range(4)]
@@ -373,7 +374,7 @@ def test_a_duplicate_id_is_refused() -> None:
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
-    h = Harness(make_config(max_queued_requests=3, max_queued_tokens=50), num_pages=200)
+    h = Harness(make_config(max_running_requests=2, max_queued_requests=1, max_queued_tokens=50), num_pages=200)
     h.add("large", [1] * 60, max_new_tokens=1)
     h.add("over", [1], max_new_tokens=1)
     h.scheduler.abort("large")

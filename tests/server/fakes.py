@@ -111,9 +111,9 @@ class Running:
 class FakeScheduler:
     """Speaks the real protocol. What it does with a prompt is written in the prompt's text:
 
-    ``say:TEXT`` answers TEXT and ends; ``ids:1,2,3`` answers these ids and ends; ``fail:`` is an error at once and
-    ``late:`` one after three tokens; ``die:`` kills the process; ``hang:`` says nothing; anything else is answered with
-    letters until the limit.
+    ``say:TEXT`` answers TEXT and ends; ``ids:1,2,3`` answers these ids and ends; ``full:`` is refused, ``fail:`` is an
+    error at once and ``late:`` one after three tokens; ``die:`` kills the process; ``hang:`` says nothing; anything else
+    is answered with letters until the limit.
     """
 
     config: Config
@@ -184,7 +184,7 @@ class FakeScheduler:
             os.kill(os.getpid(), signal.SIGKILL)
         room = self.config.context_length - len(message.ids)
         limit = min(message.sampling.max_new_tokens or room, room)
-        kind = next((kind for kind in ("fail:", "late:", "hang:") if kind in text), "")
+        kind = next((kind for kind in ("fail:", "late:", "full:", "hang:") if kind in text), "")
         return Running(message.rid, message.ids, message.sampling, limit, script, kind)
 
     def step(self) -> None:
@@ -193,7 +193,10 @@ class FakeScheduler:
         for run in list(self.live.values()):
             if run.kind == "hang:":
                 continue
-            if run.kind == "fail:" or (run.kind == "late:" and run.said == 3):
+            if run.kind == "full:":
+                finish = Finish("error", message="the queue is full", status=503, code="queue_full")
+                outputs.append(self.output(run, [], finish))
+            elif run.kind == "fail:" or (run.kind == "late:" and run.said == 3):
                 finish = Finish(
                     "error", message="the pool can never hold this", status=400, code="too_long", param="prompt"
                 )

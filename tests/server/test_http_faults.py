@@ -85,6 +85,13 @@ def test_full_queue_is_refused_before_any_tokenising() -> None:
         assert served.complete("say:fine").status_code == 200
 
 
+def test_a_refusal_by_the_scheduler_says_when_to_retry_too(server: Served) -> None:
+    for stream in (False, True):
+        answer = server.complete("full:", stream=stream)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "queue_full"
+
+
 def test_waiting_prompt_tokens_are_bounded() -> None:
     with serving(max_queued_tokens=1000) as served, ThreadPoolExecutor(1) as pool:
         served.until(lambda: served.frontend._longest_token > 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from freetoken.errors import StartupError
+from freetoken.loader.names import expected_tensors
 from freetoken.models.config import ModelConfig
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,6 +50,26 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     widest = max(3 * model.intermediate_size, 2 * (model.q_size + model.kv_size) + model.q_size)
     tokens = (4 * model.hidden_size + widest) * element * prefill_tokens
     return tokens + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+
+
+def check_model_fits(
+    model: ModelConfig, *, dtype: str, rows: int, page_table_entries: int, free_bytes: int, total_bytes: int
+) -> None:
+    """Before anything is allocated: :class:`StartupError` when weights in ``dtype``, the token counts of ``rows`` running
+    requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
+    """
+    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * ELEMENT_BYTES[dtype]
+    state = 2 * rows * model.vocab_size + 4 * page_table_entries
+    if weights + state <= free_bytes:
+        return
+    advice = "lower --max-running-requests or --context-length"
+    if weights > free_bytes:
+        smaller = "--dtype bfloat16 or " if ELEMENT_BYTES[dtype] > 2 else ""
+        advice = f"use {smaller}a smaller model"
+    raise StartupError(
+        f"too little memory: the weights need {gib(weights)} in {dtype} and the state of {rows} running requests "
+        f"{gib(state)}, but {gib(free_bytes)} of {gib(total_bytes)} is free; {advice}"
+    )
 
 
 def plan_memory(

@@ -18,7 +18,7 @@ from freetoken.runner.attention import build_attention
 from freetoken.runner.cuda_graph import CapturePrimitive, CudaGraphCapture, DecodeGraphs, RerunCapture
 from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
-from freetoken.runner.memory import MemoryPlan, gib, plan_memory, step_bytes
+from freetoken.runner.memory import MemoryPlan, check_model_fits, gib, plan_memory, step_bytes
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
 from freetoken.runner.staging import HostRing, Layout
 from freetoken.scheduler.request import ScheduleBatch, Slice, StepResult
@@ -76,6 +76,16 @@ class ModelRunner:
         config = self.config
         self.dtype = getattr(torch, config.dtype)
         started = time.monotonic()
+        self.max_pages = -(-config.context_length // self.page_size)
+        free, total = self._device_memory()
+        check_model_fits(
+            config.model,
+            dtype=config.dtype,
+            rows=self.max_rows,
+            page_table_entries=(self.max_rows + 1) * self.max_pages,
+            free_bytes=free,
+            total_bytes=total,
+        )
         self.model = build_model(
             config.model, dtype=self.dtype, device=self.device, max_positions=config.context_length
         )
@@ -88,7 +98,6 @@ class ModelRunner:
             device=self.device,
             default_seed=config.random_seed,
         )
-        self.max_pages = -(-config.context_length // self.page_size)
         self.memory = self._plan_memory()
         self.num_pages = self.memory.num_pages
         model = config.model
@@ -136,15 +145,18 @@ class ModelRunner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _plan_memory(self) -> MemoryPlan:
-        config = self.config
+    def _device_memory(self) -> tuple[int, int]:
+        """Free and total bytes where the model runs."""
         if self.cuda:
             free, total = torch.cuda.mem_get_info()
-            cap = None
-        else:
-            memory = psutil.virtual_memory()
-            total, free = memory.total, memory.available
-            cap = min(CPU_CONTEXTS, self.max_rows) * config.context_length
+            return free, total
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def _plan_memory(self) -> MemoryPlan:
+        config = self.config
+        free, total = self._device_memory()
+        cap = None if self.cuda else min(CPU_CONTEXTS, self.max_rows) * config.context_length
         return plan_memory(
             config.model,
             kv_dtype=config.kv_cache_dtype,

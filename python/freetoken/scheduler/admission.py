@@ -51,14 +51,17 @@ def build_request(message: AddRequest, config: Config, pool_tokens: int, arrival
     )
 
 
-def check_queue(prompt_tokens: int, queued_requests: int, queued_tokens: int, config: Config) -> None:
-    """Raise :class:`RequestError` (503, ``queue_full``) when the queue cannot take ``prompt_tokens`` more.
+def check_queue(prompt_tokens: int, requests: int, queued_tokens: int, config: Config) -> None:
+    """Raise :class:`RequestError` (503, ``queue_full``) when one more request of ``prompt_tokens`` is too much beside
+    ``requests`` that run or wait, and ``queued_tokens`` prompt tokens that wait.
 
-    An empty queue takes any prompt: refusing it would make every retry fail as well.
+    Requests are counted as the HTTP process counts them: in a burst all of them wait before the first one runs. An empty
+    queue takes any prompt: refusing it would make every retry fail as well.
     """
-    if queued_requests >= config.max_queued_requests:
-        what = f"{queued_requests} requests are waiting, the limit of --max-queued-requests"
-    elif queued_requests and queued_tokens + prompt_tokens > config.max_queued_tokens:
+    limit = config.max_running_requests + config.max_queued_requests
+    if requests >= limit:
+        what = f"{requests} requests are here, the limit of --max-running-requests plus --max-queued-requests"
+    elif queued_tokens and queued_tokens + prompt_tokens > config.max_queued_tokens:
         what = f"{queued_tokens} prompt tokens are waiting and --max-queued-tokens is {config.max_queued_tokens}"
     else:
         return

@@ -41,7 +41,6 @@ from freetoken.server_args import Config
 
 logger = logging.getLogger("freetoken.scheduler")
 
-IDLE_POLL_MS = 1000
 STATS_SECONDS = 0.5
 LOADING_SECONDS = 0.1
 
@@ -53,7 +52,6 @@ class SchedulerProcess:
         self.config = config
         self._context = zmq.Context()
         self._inbox, self._outbox = channel.scheduler_sockets(self._context)
-        self._parent = os.getppid()
         self._stopping = False
         self._exit = False
         self._last_stats = 0.0
@@ -77,7 +75,7 @@ class SchedulerProcess:
         """Serve until told to stop; returns the exit code."""
         from freetoken.runner.model_runner import ModelRunner
 
-        self.send(Loading("starting", 0, 1, "steps"))
+        self.send(Loading("starting", 0, 0, ""))
         self.runner = ModelRunner(self.config, self.progress)
         check = bool(environ.get("FREETOKEN_CHECK_INVARIANTS"))
         self.scheduler = Scheduler(self.config, self.runner, check_invariants=check)
@@ -90,13 +88,9 @@ class SchedulerProcess:
 
     def _turn(self) -> None:
         busy = self.scheduler.has_work
-        if self._inbox.poll(0 if busy else IDLE_POLL_MS):
+        if self._inbox.poll(0 if busy else None):
             for frame in drain_socket(self._inbox):
                 self._handle(decode_to_scheduler(frame))
-        elif not busy and os.getppid() != self._parent:
-            logger.error("the server process is gone; stopping")
-            self._exit = True
-            return
         outputs = self.scheduler.step() if self.scheduler.has_work else []
         self._publish(outputs)
         if self._stopping and not self.scheduler.has_work:
@@ -181,6 +175,9 @@ class SchedulerProcess:
         path = os.path.join(self._profile_folder, f"freetoken-{int(time.time())}.trace.json")
         profiler.stop()  # type: ignore[attr-defined]
         profiler.export_chrome_trace(path)  # type: ignore[attr-defined]
+        # The exporter reports a file it cannot open in the log alone.
+        if not os.path.exists(path):
+            return ControlReply(message.call, False, f"cannot write to {path}; the profile is lost")
         return ControlReply(message.call, True, path)
 
     def close(self) -> None:
@@ -197,7 +194,10 @@ def run_scheduler(config: Config, channel_folder: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
     )
     process = SchedulerProcess(config, Channel(channel_folder))
     try:

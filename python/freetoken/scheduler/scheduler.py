@@ -104,7 +104,7 @@ class Scheduler:
         try:
             if message.rid in self.live:
                 raise RequestError(f"a request with id {message.rid!r} is already running", param="rid")
-            check_queue(len(message.ids), len(self.waiting), self.queued_tokens, self.config)
+            check_queue(len(message.ids), len(self.live), self.queued_tokens, self.config)
             pool_tokens = self.pages.total * self._page_size
             req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
         except RequestError as error:

@@ -202,7 +202,11 @@ class Choice:
         event.finish, event.matched = finish.kind, finish.matched
         if finish.kind == "error":
             event.error = RequestError(
-                finish.message or "the request failed", status=finish.status, code=finish.code, param=finish.param
+                finish.message or "the request failed",
+                status=finish.status,
+                code=finish.code,
+                param=finish.param,
+                retry_after=1 if finish.status == 503 else None,
             )
         elif self._prompt_only and finish.kind != "abort":
             event.finish, event.matched = "length", None

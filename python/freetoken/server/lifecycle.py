@@ -7,9 +7,12 @@ import contextlib
 import importlib
 import logging
 import multiprocessing
+import os
+import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 
@@ -182,9 +185,20 @@ class Scheduler:
             self._process.join()
 
 
+def _leave_with_parent(folder: str) -> None:
+    """Wait for the end of the server process, and end this one: whatever it is doing, nobody is left to hear of it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    log.error("the server process is gone; stopping")
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def run_child(target: str, config: Config, folder: str) -> None:
     """Entry of the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, args=(folder,), name="freetoken-parent", daemon=True).start()
     module, _, function = target.partition(":")
     sys.exit(getattr(importlib.import_module(module), function)(config, folder))
