@@ -215,9 +215,9 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.8, "seed": 2},
     {"temperature": 1.3, "top_k": 20, "seed": 3},
     {"temperature": 1.0, "min_p": 0.05, "seed": -4},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logit_bias": {"11": 4, "12": -100}, "seed": 7},
     {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7, "seed": 2**62},
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 1.0},
-    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logit_bias": {"11": 4, "12": -100}, "seed": 7},
 ]
 SAMPLED_PROMPTS = random_prompts(len(SAMPLED), seed=1)
 
@@ -239,20 +239,42 @@ def alone(open_model: Callable[[str], Model]) -> Callable[[Path], list[list[int]
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "one by one"])
 def test_a_seed_gives_one_text_in_every_way(way: str, model: Model, alone: Callable[[Path], list[list[int]]]) -> None:
-    """Twelve neighbours of other seeds, arriving between; the server's own seed is another one too."""
+    """Twelve neighbours of other seeds, arriving between; the server's own seed is another one too.
+
+    Those under test come late, as it is the youngest that are retracted.
+    """
     chosen = WAYS[way]
     rig = Rig(model.path, **{"random_seed": 77, **chosen.options})
     others = random_prompts(12, seed=2)
     answers: list[Answer] = []
     for index, prompt in enumerate(others):
         rig.add(prompt, max_new_tokens=24, temperature=1.0, **({"logprobs": 1} if index % 2 else {}))
-        if index < len(SAMPLED):
-            answers.append(rig.add(SAMPLED_PROMPTS[index], max_new_tokens=24, **SAMPLED[index]))
+        tested = index - (len(others) - len(SAMPLED))
+        if tested >= 0:
+            answers.append(rig.add(SAMPLED_PROMPTS[tested], max_new_tokens=24, **SAMPLED[tested]))
         for _ in range(chosen.every):
             rig.step()
     rig.run()
     assert rig.retractions > 0 or chosen.happened is not retracts
     assert [answer.ids for answer in answers] == alone(model.path)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "cuda_graph_bs": BUCKETS}])
+def test_penalties_count_the_same_tokens_after_retraction(options: dict[str, Any], model: Model) -> None:
+    """A retracted request comes back on the row of another, whose tokens must not count against it."""
+    prompts = random_prompts(10, seed=6, longest=20)
+    wishes = [
+        {"seed": 3, "temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+    ]
+    wishes += [{"repetition_penalty": 2.0}]
+    sampling = [{**wishes[index % 2], "max_new_tokens": 60 - 2 * index} for index in range(10)]
+    calm = Rig(model.path, disable_radix_cache=True)
+    expected = [calm.serve([prompt], **wish)[0].ids for prompt, wish in zip(prompts, sampling)]
+    rig = Rig(model.path, max_total_tokens=160, **options)
+    answers = [rig.add(prompt, **wish) for prompt, wish in zip(prompts, sampling)]
+    rig.run()
+    assert rig.retractions > 1
+    assert [answer.ids for answer in answers] == expected
 
 
 def test_other_seeds_give_other_texts(model: Model) -> None:
