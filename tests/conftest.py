@@ -28,4 +28,5 @@ def _few_threads() -> None:
         import torch
     except ImportError:
         return
-    torch.set_num_threads(max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "2"))
+    torch.set_num_threads(max(1, threads // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
