@@ -10,7 +10,7 @@ import torch
 
 from freetoken.runner.penalties import IN_PROMPT, MAX_COUNT, TokenCounts
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
-from freetoken.runner.sampler_table import StagingRing
+from freetoken.runner.staging import HostRing
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice
 
@@ -307,7 +307,7 @@ def test_uploads_keep_values_and_dtypes() -> None:
         np.array([], np.int64),
         np.arange(5, dtype=np.int32),
     ]
-    sent = StagingRing(torch.device("cpu")).upload(arrays)
+    sent = HostRing(torch.device("cpu")).send(arrays)
     for array, tensor in zip(arrays, sent):
         assert tensor.numpy().dtype == array.dtype and tensor.tolist() == array.tolist()
 

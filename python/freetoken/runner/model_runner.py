@@ -20,7 +20,7 @@ from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
 from freetoken.runner.memory import MemoryPlan, check_model_fits, gib, plan_memory, step_bytes
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
-from freetoken.runner.staging import HostRing, Layout
+from freetoken.runner.staging import HostRing
 from freetoken.scheduler.request import ScheduleBatch, Slice, StepResult
 from freetoken.server_args import Config
 
@@ -262,8 +262,7 @@ class ModelRunner:
                 self._uploaded_pages[req.row] = count
         if not values:
             return
-        layout = Layout.of([(len(values), np.int64), (len(values), np.int32)])
-        where, pages = self._ring.upload(layout, [np.concatenate(indices), np.array(values, dtype=np.int32)])
+        where, pages = self._ring.send([np.concatenate(indices), np.array(values, dtype=np.int32)])
         self._table_flat.index_copy_(0, where, pages)
 
     def _forward_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, torch.Tensor]:
@@ -283,10 +282,7 @@ class ModelRunner:
         starts = np.concatenate(([0], np.cumsum(q_lens[decodes:]))).astype(np.int32)
         arrays = [np.array(ids, dtype=np.int64), positions, slots, rows, lasts[drawn], rows[drawn]]
         arrays += [ends.astype(np.int32), starts]
-        layout = Layout.of([(len(a), a.dtype.type) for a in arrays])
-        input_ids, pos, out_slots, row_ids, sample_index, sampled_rows, seq_lens, q_starts = self._ring.upload(
-            layout, arrays
-        )
+        input_ids, pos, out_slots, row_ids, sample_index, sampled_rows, seq_lens, q_starts = self._ring.send(arrays)
         if decodes:
             torch.index_select(self._last_ids, 0, row_ids[:decodes], out=input_ids[:decodes])
         fb = ForwardBatch(
@@ -325,7 +321,7 @@ class ModelRunner:
                 size = min(PROMPT_LOGPROB_ROWS, count - done)
                 first = s.start + done + 1
                 ids = s.req.ids[first : first + size]
-                (targets,) = self._ring.upload(Layout.of([(size, np.int64)]), [np.array(ids, dtype=np.int64)])
+                (targets,) = self._ring.send([np.array(ids, dtype=np.int64)])
                 logits = self.model.logits(hidden[offset + done : offset + done + size])
                 pieces.append((s.req.rid, ids, top, self.sampler.prompt_logprobs(logits, targets, top)))
             offset += s.length

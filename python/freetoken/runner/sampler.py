@@ -20,7 +20,8 @@ from freetoken.kernels.sample.hashing import row_keys
 from freetoken.messages import TokenLogprob
 from freetoken.runner import penalties
 from freetoken.runner.logprobs import logprob_entries, token_logprobs
-from freetoken.runner.sampler_table import SamplerTable, StagingRing, gather_ids
+from freetoken.runner.sampler_table import SamplerTable, gather_ids
+from freetoken.runner.staging import HostRing
 from freetoken.scheduler.request import Req, ScheduleBatch
 
 
@@ -102,7 +103,7 @@ class Sampler:
         self.choice = sample.choice(self.device.type)
         self.counts = penalties.TokenCounts(max_rows, vocab_size, self.device)
         self._table = SamplerTable(max_rows, vocab_size, default_seed)
-        self._ring = StagingRing(self.device)
+        self._ring = HostRing(self.device)
 
     def register(self, reqs: Sequence[Req]) -> None:
         """Take over the rows of requests new to them; all their ids are known on the host."""
@@ -138,7 +139,7 @@ class Sampler:
             arrays["asked"] = asked
         if not arrays:
             return SamplePlan(len(sampled))
-        sent = dict(zip(arrays, self._ring.upload(list(arrays.values()))))
+        sent = dict(zip(arrays, self._ring.send(list(arrays.values()))))
         return self._assemble(rows, sent, tuple(tops.tolist()) if len(asked) else ())
 
     def _draw_arrays(self, rows: np.ndarray, out_index: np.ndarray) -> dict[str, np.ndarray]:

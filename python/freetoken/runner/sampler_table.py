@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from freetoken.kernels.sample import TOP_K_OFF
 from freetoken.kernels.sample.hashing import mix64
@@ -81,54 +80,3 @@ def gather_ids(rows: np.ndarray, places: np.ndarray, lists: Sequence[np.ndarray]
     if not parts:
         return NO_IDS, NO_IDS
     return np.repeat(places, [len(part) for part in parts]), np.concatenate(parts)
-
-
-class StagingRing:
-    """Carries numpy arrays to the device in one asynchronous copy, through pinned buffers used in turn.
-
-    A buffer is written again only once its last copy has run; with the runner at most a step ahead that is never waited for.
-    On a CPU the arrays are copied into fresh memory.
-    """
-
-    def __init__(self, device: torch.device, slots: int = 4) -> None:
-        self.device = device
-        self._buffers: list[torch.Tensor | None] = [None] * slots
-        self._events: list[torch.cuda.Event | None] = [None] * slots
-        self._next = 0
-
-    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """One-dimensional int32, float32 or int64 arrays -> device tensors of the same dtype, valid on this stream."""
-        offsets, size = [], 0
-        for array in arrays:
-            offsets.append(size)
-            size += -(-array.nbytes // 16) * 16
-        if self.device.type == "cpu":
-            target = torch.empty(size, dtype=torch.uint8)
-            self._fill(target, arrays, offsets)
-        else:
-            target = self._send(arrays, offsets, size)
-        kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
-        return [target[at : at + a.nbytes].view(kind) for at, a, kind in zip(offsets, arrays, kinds)]
-
-    @staticmethod
-    def _fill(target: torch.Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
-        view = target.numpy()
-        for at, array in zip(offsets, arrays):
-            view[at : at + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-
-    def _send(self, arrays: Sequence[np.ndarray], offsets: Sequence[int], size: int) -> torch.Tensor:
-        slot = self._next
-        self._next = (slot + 1) % len(self._buffers)
-        event, buffer = self._events[slot], self._buffers[slot]
-        if event is not None:
-            event.synchronize()
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(max(4096, 2 * size), dtype=torch.uint8, pin_memory=True)
-            self._buffers[slot] = buffer
-        self._fill(buffer, arrays, offsets)
-        target = torch.empty(size, dtype=torch.uint8, device=self.device)
-        target.copy_(buffer[:size], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._events[slot] = event
-        return target

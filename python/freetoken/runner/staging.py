@@ -87,3 +87,7 @@ class HostRing:
         target[: layout.size].copy_(host[: layout.size], non_blocking=True)
         self.mark(index)
         return layout.device_views(target)
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """:meth:`upload` of one-dimensional int64, int32 or float32 arrays to a fresh buffer, laid out by their lengths."""
+        return self.upload(Layout.of([(len(array), array.dtype.type) for array in arrays]), arrays)
