@@ -276,8 +276,14 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return
-    wanted = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[int]": (list, tuple)}[kind]
-    right = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
+    right_types: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+        "list[int]": (list, tuple),
+    }
+    right = isinstance(value, right_types[kind]) and (kind == "bool" or not isinstance(value, bool))
     if right and kind == "list[int]":
         right = all(type(item) is int for item in value)
     if not right:
