@@ -235,3 +235,29 @@ def test_flags_are_documented() -> None:
     for field in fields:
         assert field.metadata["help"].endswith("."), field.name
     assert len(fields) <= 55
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "80"),
+        ("port", True),
+        ("page_size", 4.0),
+        ("dtype", None),
+        ("cuda_graph_bs", 8),
+        ("cuda_graph_bs", ["8"]),
+    ],
+)
+def test_keywords_of_a_wrong_type_name_the_argument(name: str, value: object) -> None:
+    with pytest.raises(StartupError, match=f"'{name}' must be of type"):
+        ServerArgs.from_dict({name: value})
+
+
+def test_keywords_of_the_right_type() -> None:
+    args = ServerArgs.from_dict({"mem_fraction_static": 1, "cuda_graph_bs": (1, 2), "max_total_tokens": None})
+    assert (args.mem_fraction_static, args.cuda_graph_bs, args.max_total_tokens) == (1, (1, 2), None)
+
+
+def test_overrides_are_kept_for_the_loader() -> None:
+    assert settle(CPU, json_model_override_args='{"num_hidden_layers": 2}').model_overrides == {"num_hidden_layers": 2}
+    assert settle(CPU).model_overrides == {}

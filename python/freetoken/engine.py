@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ class _Live:
     params: SamplingParams
     text: OutputText
     prompt_tokens: int
+    field_name: str
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -38,20 +41,41 @@ class _Live:
         return self.finish is not None or self.error is not None
 
 
+def _token_lists(given: Any) -> tuple[bool, list[list[int]]]:
+    """``(whether it is one prompt, its token ids or those of each)``; :class:`RequestError` for anything else."""
+    single = isinstance(given, list | tuple) and not any(isinstance(item, list | tuple) for item in given)
+    lists = [given] if single else given
+    if isinstance(lists, list | tuple) and all(isinstance(ids, list | tuple) for ids in lists):
+        prompts = [list(ids) for ids in lists]
+        if all(isinstance(token, int) and not isinstance(token, bool) for ids in prompts for token in ids):
+            return single, prompts
+    raise RequestError("input_ids must be a list of integers or a list of such lists", param="input_ids")
+
+
 class Engine:
     """Generate text without HTTP.
 
     ``model_path`` is a folder of safetensors or a ``.gguf`` file (``None``: the embedded demo model); further keywords
-    are the server's flags (``docs/flags.md``) with underscores. Raises
+    are the server's flags (``docs/flags.md``) with underscores; the queue is unbounded unless they say otherwise. Raises
     :class:`~freetoken.errors.StartupError` when the model cannot be started. Safe to use from several threads; use it as a
     context manager or call :meth:`shutdown` to free the memory.
     """
 
-    def __init__(self, model_path: str | None = None, *, device: str = "auto", dtype: str = "auto", **server_args: Any):
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str] | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        **server_args: Any,
+    ) -> None:
         from freetoken.runner.model_runner import ModelRunner
         from freetoken.scheduler.scheduler import Scheduler
 
-        args = ServerArgs.from_dict({"model_path": model_path, "device": device, "dtype": dtype, **server_args})
+        path = model_path if model_path is None else os.fspath(model_path)
+        # A server bounds its queue to answer soon; a list given to generate() is to be worked off whole.
+        unbounded = {"max_queued_requests": sys.maxsize, "max_queued_tokens": sys.maxsize}
+        args = ServerArgs.from_dict({**unbounded, "model_path": path, "device": device, "dtype": dtype, **server_args})
         self.config, self.tokenizer = prepare(args)
         self._runner: Any = ModelRunner(self.config)
         self._scheduler: Any = Scheduler(self.config, self._runner, check_invariants=False)
@@ -92,48 +116,57 @@ class Engine:
         """
         single, lives = self._submit(prompt, sampling_params, input_ids)
         if stream:
-            return self._stream(lives, single)
+            results = self._stream(lives, single)
+            # Started at once, so that dropping the iterator unread ends its requests too.
+            next(results)
+            return results
         try:
             while not all(live.done for live in lives):
                 self._step()
-            results = [self._result(live) for live in lives]
+            answers = [self._result(live) for live in lives]
         finally:
             self._forget(lives)
-        return results[0] if single else results
+        return answers[0] if single else answers
 
     def _submit(self, prompt: Any, sampling_params: Any, input_ids: Any) -> tuple[bool, list[_Live]]:
         if (prompt is None) == (input_ids is None):
             raise RequestError("give either prompt or input_ids", param="prompt")
         if prompt is not None:
-            single = isinstance(prompt, str)
-            texts = [prompt] if single else list(prompt)
-            if not all(isinstance(text, str) for text in texts):
-                raise RequestError("prompt must be a string or a list of strings", param="prompt")
-            prompts = [self.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+            single, prompts = self._encode(prompt)
         else:
-            single = bool(input_ids) and not isinstance(input_ids[0], Sequence)
-            prompts = [list(input_ids)] if single or not input_ids else [list(ids) for ids in input_ids]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for ids in prompts for i in ids):
-                raise RequestError("input_ids must be a list of integers or a list of such lists", param="input_ids")
+            single, prompts = _token_lists(input_ids)
         params = self._params(sampling_params, len(prompts))
-        requests = [(ids, p, i) for ids, p in zip(prompts, params) for i in range(p.n)]
+        for each in params:
+            each.check_vocabulary(self.config.model.vocab_size)
+        name = "prompt" if input_ids is None else "input_ids"
         with self._lock:
             if self._scheduler is None:
                 raise FreetokenError("this engine has been shut down")
-            lives = [self._add(ids, p, choice) for ids, p, choice in requests]
+            lives = [self._add(ids, p, i, name) for ids, p in zip(prompts, params) for i in range(p.n)]
         return single and len(lives) == 1, lives
+
+    def _encode(self, prompt: Any) -> tuple[bool, list[list[int]]]:
+        single = isinstance(prompt, str)
+        texts = [prompt] if single else prompt
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise RequestError("prompt must be a string or a list of strings", param="prompt")
+        try:
+            return single, [self.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        except RequestError as error:
+            error.param = "prompt"
+            raise
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, dict):
             return [SamplingParams.from_sglang(given or {}, self.config.model.sampling_defaults)] * count
-        values = list(given)
-        if len(values) != count:
-            raise RequestError(f"{len(values)} sampling_params for {count} prompts", param="sampling_params")
-        return [SamplingParams.from_sglang(value, self.config.model.sampling_defaults) for value in values]
+        if not isinstance(given, list | tuple):
+            raise RequestError("sampling_params must be an object or a list of them", param="sampling_params")
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
+        return [SamplingParams.from_sglang(value, self.config.model.sampling_defaults) for value in given]
 
-    def _add(self, ids: list[int], params: SamplingParams, choice: int) -> _Live:
-        params.check_vocabulary(self.config.model.vocab_size)
-        live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids))
+    def _add(self, ids: list[int], params: SamplingParams, choice: int, name: str) -> _Live:
+        live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids), name)
         self._live[live.rid] = live
         self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice)))
         return live
@@ -158,22 +191,23 @@ class Engine:
         live.prompt_logprobs = output.prompt_logprobs or live.prompt_logprobs
         live.cached_tokens = output.cached_tokens
         finish = output.finish
-        shown = output.ids[:-1] if finish is not None and finish.kind == "stop" else output.ids
-        text, matched = live.text.push(shown)
+        hidden = finish is not None and finish.kind == "stop" and not live.params.no_stop_trim
+        text, matched = live.text.push(output.ids[:-1] if hidden else output.ids)
+        if finish is not None and matched is None:
+            text += live.text.flush()
+            matched = live.text.stopped
         live.pieces.append(text)
         if matched is not None:
             live.finish = {"type": "stop", "matched": matched}
             if finish is None:
                 self._scheduler.abort(live.rid)
         elif finish is not None:
-            live.pieces.append(live.text.flush())
             self._finish(live, finish)
 
     def _finish(self, live: _Live, finish: Finish) -> None:
         if finish.kind == "error":
-            live.error = RequestError(
-                finish.message or "failed", param=finish.param, code=finish.code, status=finish.status
-            )
+            param = live.field_name if finish.param == "prompt" else finish.param
+            live.error = RequestError(finish.message or "failed", param=param, code=finish.code, status=finish.status)
         elif finish.kind == "stop":
             live.finish = {"type": "stop", "matched": finish.matched}
         elif finish.kind == "length":
@@ -208,6 +242,7 @@ class Engine:
     def _stream(self, lives: list[_Live], single: bool) -> Iterator[dict[str, Any]]:
         open_lives = dict(enumerate(lives))
         try:
+            yield {}
             while open_lives:
                 for index, live in list(open_lives.items()):
                     if live.updated:

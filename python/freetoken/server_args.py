@@ -150,7 +150,10 @@ class ServerArgs:
         for key in values:
             if key not in names:
                 raise StartupError(f"unknown argument {key!r}; docs/flags.md lists them all")
-        return cls(**values)
+        args = cls(**values)
+        for row in dataclasses.fields(cls):
+            _check_type(row.name, str(row.type), getattr(args, row.name))
+        return args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +161,8 @@ class Config:
     """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
 
     ``max_total_tokens`` stays ``None`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
-    eagerly. ``sample_vocab`` is the number of ids
-    that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
+    eagerly. ``model_overrides`` is what ``--json-model-override-args`` holds, already laid over ``model``.
+    ``sample_vocab`` is the number of ids that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
     that says why.
     """
 
@@ -197,6 +200,7 @@ class Config:
     attention_backend: str
     cuda_graph_bs: tuple[int, ...]
     model: ModelConfig
+    model_overrides: dict[str, Any]
     sample_vocab: int
     reasons: dict[str, str]
 
@@ -270,6 +274,25 @@ class _Resolver:
             return given
         self.reasons[name] = why
         return derived
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """``annotation`` is that of a field of :class:`ServerArgs`; a whole number will do where a float is asked for."""
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
+        return
+    right_types: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (int, float),
+        "bool": (bool,),
+        "list[int]": (list, tuple),
+    }
+    right = isinstance(value, right_types[kind]) and (kind == "bool" or not isinstance(value, bool))
+    if right and kind == "list[int]":
+        right = all(type(item) is int for item in value)
+    if not right:
+        raise StartupError(f"argument {name!r} must be of type {annotation}, not {type(value).__name__}")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
@@ -390,6 +413,7 @@ def resolve(
         attention_backend=backend,
         cuda_graph_bs=graphs,
         model=model,
+        model_overrides=model_overrides(args),
         sample_vocab=min(model.vocab_size, tokenizer_size or model.vocab_size),
         reasons=r.reasons,
     )

@@ -19,6 +19,8 @@ _OWN = ("num_prompts", "input_len", "output_len", "range_ratio", "dataset_path",
 def parser() -> argparse.ArgumentParser:
     """The server's flags and the benchmark's own."""
     result = server_parser()
+    # All prompts are queued at once, however many there are.
+    result.set_defaults(max_queued_requests=sys.maxsize, max_queued_tokens=sys.maxsize)
     result.prog = "python -m freetoken.bench.offline"
     result.description = "Measure the throughput of Engine."
     add = result.add_argument_group("benchmark").add_argument

@@ -138,7 +138,7 @@ class ModelRunner:
             from freetoken.loader.checkpoint import open_checkpoint
             from freetoken.loader.stream import stream_tensors
 
-            checkpoint = open_checkpoint(config.model_path, config.load_format, {})
+            checkpoint = open_checkpoint(config.model_path, config.load_format, config.model_overrides)
             report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
             self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
         if self.cuda:
