@@ -76,7 +76,7 @@ def commit(root: Path | None = None) -> str:
 
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return environ.get("FREETOKEN_COMMIT") or "unknown"
+        return str(environ.get("FREETOKEN_COMMIT")) or "unknown"
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "")
 
