@@ -148,17 +148,17 @@ def test_misuse_is_an_error() -> None:
 
 
 def test_checkpoints_stay_with_their_position_until_it_goes() -> None:
-    dropped: list[object] = []
+    dropped: list[int] = []
     tree = RadixCache(1, dropped.append)
     deep, _ = tree.insert([1, 2, 3, 4], [1, 2, 3, 4])
-    deep.checkpoint = "after 4"
+    deep.checkpoint = 4
     _, upper = tree.match([1, 2])
-    assert upper.checkpoint is None and deep.checkpoint == "after 4"
-    upper.checkpoint = "after 2"
+    assert upper.checkpoint is None and deep.checkpoint == 4
+    upper.checkpoint = 2
     tree.evict(1)
-    assert dropped == ["after 4"] and deep.checkpoint is None
+    assert dropped == [4] and deep.checkpoint is None
     tree.clear()
-    assert dropped == ["after 4", "after 2"]
+    assert dropped == [4, 2]
 
 
 def test_long_prompts_are_compared_in_bulk() -> None:
