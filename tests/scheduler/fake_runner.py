@@ -150,7 +150,9 @@ class FakeRunner:
         assert batch.step > self.last_step, "steps go backwards"
         self.last_step = batch.step
         for req in batch.new_rows:
-            assert all(work.row != req.row for step in self.flights for work in step.works), "a row in use is reassigned"
+            assert all(work.row != req.row for step in self.flights for work in step.works), (
+                "a row in use is reassigned"
+            )
             self.rows[req.row] = _Row(req.arrival)
         assert all(s.decode for s in batch.decodes) and not any(s.decode for s in batch.prefills)
         self._check_budget(batch)
@@ -181,13 +183,16 @@ class FakeRunner:
         starts = {work.arrival: work.start for work in works}
         ends = {work.arrival: work.start + work.length for work in works}
         resumed = [req for req in batch.new_rows if starts[req.arrival] > 0]
-        assert [req for req, _ in batch.restores] == (resumed if self.has_state else []), "state and KV do not go together"
-        blocks = [block for _, block in (*batch.restores, *batch.snapshots)]
-        assert len(set(blocks)) == len(blocks), "a block is in the step twice"
+        assert [req for req, _ in batch.restores] == (resumed if self.has_state else []), (
+            "state and KV do not go together"
+        )
+        read, written = [block for _, block in batch.restores], [block for _, block in batch.snapshots]
+        assert len({*read, *written}) == len(set(read)) + len(written), "a block is in the step twice"
+        blocks = read + written
         assert all(0 <= block < self.state_blocks for block in blocks)
         for step in self.flights:
-            written = {block for _, block in step.snapshots}
-            assert written.isdisjoint(blocks), "a block that a running step writes is used"
+            busy = {block for _, block in step.snapshots}
+            assert busy.isdisjoint(blocks), "a block that a running step writes is used"
         for req, _ in batch.snapshots:
             assert ends[req.arrival] % self.size == 0, "state is kept inside a page"
         self.restored += [(req.rid, starts[req.arrival]) for req, _ in batch.restores]
@@ -280,7 +285,6 @@ class FakeRunner:
         result.ids.append(drawn)
         assert result.logprobs is not None
         result.logprobs.append(TokenLogprob(drawn, -1.0) if work.logprobs else None)
-
 
     def _advance_row(self, work: _Work, input_ids: list[int], sequence: array[int]) -> int:
         before = self.states[work.row] if work.start else FRESH

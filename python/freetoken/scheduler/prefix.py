@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from freetoken.scheduler import policy
 from freetoken.scheduler.allocator import IdAllocator
@@ -17,6 +18,17 @@ from freetoken.scheduler.checkpoints import Checkpoints
 from freetoken.scheduler.radix import Node, RadixCache, as_key, common_pages
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice
 from freetoken.server_args import Config
+
+
+class Match(NamedTuple):
+    """Stored ``pages`` a request can take and the ``node`` they end at; the root for none.
+
+    ``junction`` is the position where the prompt parts from a stored path, 0 where none goes on beside it.
+    """
+
+    pages: list[int]
+    node: Node
+    junction: int
 
 
 class PrefixCache:
@@ -113,33 +125,39 @@ class PrefixCache:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def match(self, req: Req) -> tuple[list[int], Node]:
-        """The pages a request takes from the tree and the node they end at; sets where its state is to be kept."""
+    def match(self, req: Req) -> Match:
+        """What a request can take from the tree. The caller locks the node before anything is evicted."""
         if not self._matches(req):
-            req.cuts = []
-            return [], self.tree.root
-        end = self._matchable(req)
-        pages, node = self.tree.match(req.key[:end])
+            return Match([], self.tree.root, 0)
+        pages, node = self.tree.match(req.key[: self._matchable(req)])
         if not self.has_state:
-            return pages, node
+            return Match(pages, node, 0)
         # At a leaf the prompt goes on where the stored path ends: nothing parts there.
         junction = len(pages) * self._page_size if node.children else 0
         while node.parent is not None and node.checkpoint is None:
             del pages[len(pages) - len(node.pages) :]
             node = node.parent
-        start = len(pages) * self._page_size
-        req.cuts = policy.checkpoint_positions(start, end, junction, self._interval, self.checkpoints.total)
-        return pages, node
+        return Match(pages, node, junction)
 
-    def admitted(self, req: Req, batch: ScheduleBatch) -> None:
-        """The request has what :meth:`match` gave, locked: have its state restored, and others may wait for it."""
-        assert req.node is not None
+    def admitted(self, req: Req, match: Match, batch: ScheduleBatch) -> None:
+        """The request has been given ``match`` and is in ``batch``: plan where its state comes from and is to be kept.
+
+        Others may wait for its prompt from now on.
+        """
+        req.node = match.node
+        req.shared_pages = len(match.pages)
+        req.computed = req.shared_pages * self._page_size
         req.commons = {}
         req.keep_private = not self.enabled
         if self.enabled:
             self.computing.append(req)
-        if self.has_state and req.shared_pages:
-            batch.restores.append((req, self.checkpoints.restore(req.node)))
+        if not self.has_state:
+            return
+        if req.shared_pages:
+            batch.restores.append((req, self.checkpoints.restore(match.node)))
+        if self._matches(req):
+            end, blocks = self._matchable(req), self.checkpoints.total
+            req.cuts = policy.checkpoint_positions(req.computed, end, match.junction, self._interval, blocks)
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 

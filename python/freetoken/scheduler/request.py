@@ -111,7 +111,7 @@ class ScheduleBatch:
 
     ``restores`` and ``snapshots`` are ``(request, block)`` for models with recurrent state. Before the step the state in
     the block goes to the request's row (only requests of ``new_rows`` that do not start at position 0). After the step
-    the row's state, that after the request's piece in this step, goes to the block. No block is in both lists.
+    the row's state, that after the request's piece in this step, goes to the block. One block may be restored to several rows; none is in both lists.
 
     The runner reads ``req.row``, ``req.pages``, ``req.ids``, ``req.sampling``, ``req.stop_ids``, ``req.seed`` while it
     launches and keeps no reference to them afterwards.

@@ -323,22 +323,19 @@ class Scheduler:
 
         ``expected`` pages must stay available for the output of the running requests and this one.
         """
-        shared, node = self.prefix.match(req)
-        self.tree.lock(node)
-        needed = policy.pages_for(len(req.ids), self._page_size) - len(shared)
+        match = self.prefix.match(req)
+        self.tree.lock(match.node)
+        needed = policy.pages_for(len(req.ids), self._page_size) - len(match.pages)
         if needed + expected > self.pages.free_count + self.tree.evictable_pages or not self._reserve(needed):
-            self.tree.unlock(node)
+            self.tree.unlock(match.node)
             return False
         del self.waiting[req.rid]
         self.queued_tokens -= len(req.ids)
         self.resident[req.arrival] = req
         req.status = Status.RUNNING
         req.row = self.rows.allocate(1)[0]
-        req.pages = shared + self.pages.allocate(needed)
-        req.shared_pages = len(shared)
-        req.node = node
-        req.computed = len(shared) * self._page_size
-        self.prefix.admitted(req, batch)
+        req.pages = match.pages + self.pages.allocate(needed)
+        self.prefix.admitted(req, match, batch)
         batch.new_rows.append(req)
         self.prefilling.append(req)
         if not req.admitted:
