@@ -67,19 +67,24 @@ def checkpoint_positions(start: int, end: int, junction: int, interval: int, blo
     """Where the state of a prompt is kept, rising, in ``(start, end]``: at its end, its junction and between.
 
     ``start`` is where the prompt resumes, ``end`` the last page border that leaves a token to compute, ``junction`` the
-    border where it parts from a stored path (at most ``start`` for none), ``interval`` a multiple of the page size and
-    ``blocks`` how many checkpoints there can be in all. A position less than ``CHECKPOINT_TOKENS`` after another is left
-    out.
+    border where it parts from a stored path (0 for none), ``interval`` a multiple of the page size and ``blocks`` how many
+    checkpoints there can be in all. Positions are ``CHECKPOINT_TOKENS`` apart: the junction goes before the end, and both
+    before those between.
     """
     if blocks < 1:
         return []
+    fixed = [start]
+    for position in (junction, end):
+        if position - fixed[-1] >= CHECKPOINT_TOKENS:
+            fixed.append(position)
     most = max(1, blocks // CHECKPOINT_SHARE)
-    stride = interval * max(1, pages_for(end - start, interval * most))
-    found: list[int] = []
-    for position in sorted((*range(start // stride * stride + stride, end, stride), junction, end)):
-        if position - (found[-1] if found else start) >= CHECKPOINT_TOKENS:
-            found.append(position)
-    return found
+    stride = interval * max(1, pages_for(end - start, interval * most), pages_for(CHECKPOINT_TOKENS, interval))
+    between = [
+        position
+        for position in range(start // stride * stride + stride, end, stride)
+        if all(abs(position - other) >= CHECKPOINT_TOKENS for other in fixed)
+    ]
+    return sorted((*fixed[1:], *between))
 
 
 class NewTokenRatio:

@@ -94,7 +94,9 @@ class PrefixCache:
         positions = (*other.cuts, *self.checkpoints.pending(other))
         last = max((position for position in positions if position <= limit), default=0)
         if limit > other.computed and limit - max(last, start) >= policy.SHARED_PREFIX_TOKENS:
-            bisect.insort(other.cuts, limit)
+            index = bisect.bisect(other.cuts, limit)
+            near = index < len(other.cuts) and other.cuts[index] - limit < policy.CHECKPOINT_TOKENS
+            other.cuts[index : index + near] = [limit]
             return limit
         return last
 
