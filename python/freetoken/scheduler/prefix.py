@@ -73,14 +73,14 @@ class PrefixCache:
 
     def plan_junctions(self, req: Req, waiting: Iterable[Req]) -> None:
         """Have a request just admitted keep its state where those behind it in the queue will part from it."""
-        if not self.has_state or not req.cuts:
+        if not req.cuts or req.computed + policy.SHARED_PREFIX_TOKENS > len(req.key):
             return
         for other in waiting:
             if other is not req and self._matches(other):
                 self._awaited(req, other, req.computed, 0)
 
     def _awaited(self, other: Req, req: Req, start: int, stored: int) -> int:
-        """The last position, usable by ``req``, whose state ``other`` is going to keep; 0 for none.
+        """The last position, usable by ``req``, whose state ``other`` is going to keep; 0 for none that pays.
 
         ``start`` tokens of ``req`` are usable now, and ``stored`` are in the tree. Where the two part gets a cut if
         ``other`` has not passed it and no cut lies near before it.
@@ -91,6 +91,8 @@ class PrefixCache:
         if other.keep_private:
             # Its pages enter the tree when it ends. State it copies out is of use earlier only where there are others'.
             limit = min(limit, stored)
+        if limit - start < policy.SHARED_PREFIX_TOKENS:
+            return 0
         positions = (*other.cuts, *self.checkpoints.pending(other))
         last = max((position for position in positions if position <= limit), default=0)
         if limit > other.computed and limit - max(last, start) >= policy.SHARED_PREFIX_TOKENS:
