@@ -117,6 +117,34 @@ def test_a_junction_with_a_running_request(overlap: bool) -> None:
 
 
 @BOTH
+def test_nobody_waits_for_pages_that_stay_private(overlap: bool) -> None:
+    h = harness(overlap=overlap, chunked_prefill_size=128)
+    stem, tail = prompt(0, 401), prompt(2, 1500)
+    h.add("first", stem + prompt(1, 100), max_new_tokens=400, ignore_eos=True)
+    for _ in range(8):
+        h.step()
+    h.add("second", stem + tail, max_new_tokens=5, ignore_eos=True)
+    for _ in range(3):
+        h.step()
+    second = h.scheduler.live["second"]
+    assert second.keep_private and second in h.scheduler.prefix.computing
+    assert second.computed < 400
+    h.add("stem only", stem + prompt(3, 100), max_new_tokens=5, ignore_eos=True)
+    h.add("tail too", stem + tail[:800] + prompt(4, 100), max_new_tokens=5, ignore_eos=True)
+    waits = h.scheduler.prefix.waits
+    stem_only, tail_too = h.scheduler.waiting["stem only"], h.scheduler.waiting["tail too"]
+    assert waits(stem_only) and waits(tail_too), "the state at the junction is on its way"
+    while h.scheduler.tree.measure(stem)[1] < 100:
+        h.step()
+    assert second.computed < 1200
+    assert not waits(stem_only) and not waits(tail_too)
+    h.run()
+    assert (cached(h, "stem only"), cached(h, "tail too")) == (400, 400)
+    for rid in h.requests:
+        h.check_text(rid)
+
+
+@BOTH
 @pytest.mark.parametrize("chunk", [16, 1024])
 def test_state_is_kept_every_interval_of_a_prefill(overlap: bool, chunk: int) -> None:
     h = harness(overlap=overlap, state_checkpoint_interval=71, chunked_prefill_size=chunk, max_prefill_tokens=chunk)

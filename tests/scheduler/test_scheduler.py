@@ -499,7 +499,18 @@ def test_a_wrong_count_of_ids_is_a_fault_of_ours() -> None:
 
 
 def test_imports_without_torch() -> None:
-    names = ["admission", "allocator", "invariants", "meter", "policy", "radix", "request", "scheduler"]
+    names = [
+        "admission",
+        "allocator",
+        "checkpoints",
+        "invariants",
+        "meter",
+        "policy",
+        "prefix",
+        "radix",
+        "request",
+        "scheduler",
+    ]
     code = "import sys; " + "".join(f"import freetoken.scheduler.{name}; " for name in names)
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     path = str(Path(__file__).parents[2] / "python")

@@ -64,7 +64,7 @@ class Checkpoints:
         self.restoring.clear()
 
     def drained(self, block: int) -> None:
-        """The step that wrote ``block`` has ended: its request holds it until :meth:`store` or :meth:`free_held`."""
+        """The step that wrote ``block`` has ended: its request holds it until :meth:`store`."""
         req, position = self.in_flight.pop(block)
         req.held.append((position, block))
 
@@ -81,10 +81,6 @@ class Checkpoints:
         """The position of a stored block has left the tree."""
         del self.stored[block]
         self.blocks.free((block,))
-
-    def free_held(self, req: Req) -> None:
-        self.blocks.free(block for _, block in req.held)
-        req.held = []
 
     def pending(self, req: Req) -> list[int]:
         """Positions of ``req`` that launched steps are copying out."""

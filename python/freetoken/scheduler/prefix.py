@@ -215,7 +215,6 @@ class PrefixCache:
             _, unused = self.tree.insert(as_key(req.ids[: full * self._page_size]), req.pages[:full])
             unused.extend(req.pages[full:])
             self._store_held(req)
-            self.checkpoints.free_held(req)
         else:
             unused = req.pages
         self.tree.unlock(req.node)
