@@ -261,3 +261,15 @@ def test_keywords_of_the_right_type() -> None:
 def test_overrides_are_kept_for_the_loader() -> None:
     assert settle(CPU, json_model_override_args='{"num_hidden_layers": 2}').model_overrides == {"num_hidden_layers": 2}
     assert settle(CPU).model_overrides == {}
+
+
+def test_state_cache() -> None:
+    assert (settle(CPU).state_cache_bytes, settle(CPU).state_checkpoint_interval) == (2**34 // 10, 2048)
+    assert "tenth" in settle(CPU).reasons["state_cache_bytes"]
+    given = settle(CPU, state_cache_gb=1.5, state_checkpoint_interval=100, page_size=32)
+    assert (given.state_cache_bytes, given.state_checkpoint_interval) == (1_500_000_000, 96)
+    assert settle(CPU, state_cache_gb=0).state_cache_bytes == 0
+    assert settle(CPU, state_checkpoint_interval=5, page_size=16).state_checkpoint_interval == 16
+    for wrong in (-1.0, float("nan"), float("inf")):
+        assert "--state-cache-gb" in refused(CPU, state_cache_gb=wrong)
+    assert "--state-checkpoint-interval" in refused(CPU, state_checkpoint_interval=0)

@@ -105,7 +105,11 @@ class RequestOutput(msgspec.Struct, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct):
-    """A snapshot of the scheduler for metrics, health and the batch line; counters grow from the start."""
+    """A snapshot of the scheduler for metrics, health and the batch line; counters grow from the start.
+
+    The ``state_`` fields are about checkpoints of recurrent state: blocks of host memory, prefix hits that restored one,
+    and checkpoints given up for newer ones.
+    """
 
     running: int = 0
     queued: int = 0
@@ -122,6 +126,10 @@ class SchedulerStats(msgspec.Struct):
     steps: int = 0
     graph_replays: dict[str, int] = {}
     graph_misses: int = 0
+    state_blocks_used: int = 0
+    state_blocks_total: int = 0
+    state_hits: int = 0
+    state_evictions: int = 0
 
 
 class StepOutput(msgspec.Struct, tag=True):

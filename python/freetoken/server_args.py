@@ -101,6 +101,16 @@ class ServerArgs:
     kv_cache_dtype: str = _flag("auto", "memory", "Type of the KV cache; auto: that of the model.", choices=DTYPES)
     max_total_tokens: int | None = _flag(None, "memory", "KV cache size in tokens; default: what fits.", kind=int)
     page_size: int = _flag(16, "memory", "Tokens a KV page; a power of two from 1 to 256.", kind=int)
+    state_cache_gb: float | None = _flag(
+        None,
+        "memory",
+        "Host memory in GB (10^9 bytes) for checkpoints of recurrent state, without which a prefix of such a model is "
+        "computed again; 0 for none, default a tenth of the system's memory.",
+        kind=float,
+    )
+    state_checkpoint_interval: int = _flag(
+        2048, "memory", "Prompt tokens between two checkpoints of recurrent state; whole pages.", kind=int
+    )
 
     max_running_requests: int | None = _flag(
         None, "scheduling", "Requests decoded at once; default 256 on CUDA, 32 on the CPU.", kind=int
@@ -189,6 +199,8 @@ class Config:
     kv_cache_dtype: str
     max_total_tokens: int | None
     page_size: int
+    state_cache_bytes: int
+    state_checkpoint_interval: int
     max_running_requests: int
     max_queued_requests: int
     max_queued_tokens: int
@@ -307,7 +319,7 @@ def _check_values(args: ServerArgs) -> None:
         if choices and value not in choices:
             raise StartupError(f"--{row.name.replace('_', '-')} must be one of {', '.join(choices)}, not {value!r}")
     _check_range("port", args.port, 0, 65535)
-    for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size"):
+    for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
     _check_range("decode_log_interval", args.decode_log_interval, 0, None)
     for name in (
@@ -325,6 +337,8 @@ def _check_values(args: ServerArgs) -> None:
         raise StartupError(f"--page-size must be a power of two from 1 to 256, not {args.page_size}")
     if args.mem_fraction_static is not None and not 0.05 <= args.mem_fraction_static <= 0.98:
         raise StartupError(f"--mem-fraction-static must be from 0.05 to 0.98, not {args.mem_fraction_static:g}")
+    if args.state_cache_gb is not None and not 0 <= args.state_cache_gb <= 1e6:
+        raise StartupError(f"--state-cache-gb must be from 0 to 1000000, not {args.state_cache_gb:g}")
     for size in args.cuda_graph_bs:
         _check_range("cuda_graph_bs", size, 1, 4096)
     if args.tp_size != 1:
@@ -397,6 +411,15 @@ def resolve(
         kv_cache_dtype=r.pick("kv_cache_dtype", args.kv_cache_dtype, dtype, "the model's type"),
         max_total_tokens=args.max_total_tokens,
         page_size=args.page_size,
+        state_cache_bytes=int(
+            r.pick(
+                "state_cache_bytes",
+                None if args.state_cache_gb is None else args.state_cache_gb * 1e9,
+                facts.memory_bytes // 10,
+                "a tenth of the system's memory",
+            )
+        ),
+        state_checkpoint_interval=max(1, args.state_checkpoint_interval // args.page_size) * args.page_size,
         max_running_requests=running,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=r.pick(

@@ -3,6 +3,9 @@
 It keeps a store of what every KV slot holds, so a page given away too early, a wrong position, a wrong input id or a
 missing piece of a prompt changes the text, or fails at once where the fault can be named. A step is carried out only
 when it is collected, from what was known at its launch: the latest moment a device may do so.
+
+With ``state_blocks`` it is a model with recurrent state: every row has a running hash of the tokens fed to it, which the
+next token depends on. Nothing clears a row; only a piece that starts at position 0 ignores what is there.
 """
 
 from __future__ import annotations
@@ -49,17 +52,25 @@ def make_config(*, overlap: bool = True, eos: tuple[int, ...] = (EOS,), context:
     return dataclasses.replace(config, overlap=overlap)
 
 
-def next_token(sequence: array[int], seed: int, out_index: int, banned: frozenset[int]) -> int:
+def next_token(sequence: array[int], seed: int, out_index: int, banned: frozenset[int], state: int = 0) -> int:
     """The token after ``sequence``, as a sampler with a per-request seed would draw it."""
-    value = zlib.crc32(sequence.tobytes(), seed & 0xFFFFFFFF)
+    value = zlib.crc32(sequence.tobytes(), seed & 0xFFFFFFFF) ^ state
     value = zlib.crc32(out_index.to_bytes(4, "little"), value)
     while value % VOCAB in banned:
         value = zlib.crc32(b"again", value)
     return value % VOCAB
 
 
+def advance(state: tuple[int, int], ids: list[int]) -> tuple[int, int]:
+    """``(tokens, hash)`` of a row after ``ids``."""
+    return state[0] + len(ids), zlib.crc32(array("i", ids).tobytes(), state[1])
+
+
+FRESH = (0, 12345)
+
+
 def alone(
-    prompt: list[int], sampling: SamplingParams, seed: int, config: Config, pool_tokens: int
+    prompt: list[int], sampling: SamplingParams, seed: int, config: Config, pool_tokens: int, stateful: bool
 ) -> tuple[list[int], str, int | None]:
     """``(ids, kind, matched)`` of a request served by nobody else, straight from the definitions."""
     limit = min(config.context_length, pool_tokens) - len(prompt)
@@ -69,7 +80,8 @@ def alone(
     ids: list[int] = []
     for index in range(limit):
         banned = frozenset(stops) if index < sampling.min_new_tokens else frozenset()
-        ids.append(next_token(array("i", prompt + ids), seed, index, banned))
+        state = advance(FRESH, prompt + ids)[1] if stateful else 0
+        ids.append(next_token(array("i", prompt + ids), seed, index, banned, state))
         if ids[-1] in stops and index >= sampling.min_new_tokens:
             return ids, "stop", ids[-1]
     return ids, "length", None
@@ -95,6 +107,16 @@ class _Work:
 
 
 @dataclass
+class _Step:
+    """A launched step. The copies are ``(row, block)``."""
+
+    number: int
+    works: list[_Work]
+    restores: list[tuple[int, int]]
+    snapshots: list[tuple[int, int]]
+
+
+@dataclass
 class _Row:
     arrival: int
     tokens: list[int] = field(default_factory=list)
@@ -102,16 +124,23 @@ class _Row:
 
 
 class FakeRunner:
-    """The runner protocol over a store of ``position * VOCAB + token`` per KV slot."""
+    """The runner protocol over a store of ``position * VOCAB + token`` per KV slot, and ``(tokens, hash)`` per row."""
 
-    def __init__(self, config: Config, num_pages: int, max_rows: int) -> None:
+    def __init__(self, config: Config, num_pages: int, max_rows: int, state_blocks: int | None = None) -> None:
         self.config = config
         self.num_pages = num_pages
         self.max_rows = max_rows
         self.size = config.page_size
         self.store = array("i", [-1]) * (num_pages * self.size)
         self.rows: dict[int, _Row] = {}
-        self.flights: deque[tuple[int, list[_Work]]] = deque()
+        self.flights: deque[_Step] = deque()
+        self.has_state = state_blocks is not None
+        self.state_blocks = state_blocks or 0
+        self.states: dict[int, tuple[int, int]] = {}
+        self.blocks: dict[int, tuple[int, int]] = {}
+        self.restored: list[tuple[str, int]] = []
+        self.snapshots: list[tuple[str, int]] = []
+        """``(rid, position)`` of every copy that was launched."""
         self.last_step = -1
         self.prefill_tokens = 0
         self.batches: list[tuple[int, int]] = []
@@ -121,28 +150,55 @@ class FakeRunner:
         assert batch.step > self.last_step, "steps go backwards"
         self.last_step = batch.step
         for req in batch.new_rows:
-            assert all(work.row != req.row for _, works in self.flights for work in works), "a row in use is reassigned"
+            assert all(work.row != req.row for step in self.flights for work in step.works), (
+                "a row in use is reassigned"
+            )
             self.rows[req.row] = _Row(req.arrival)
         assert all(s.decode for s in batch.decodes) and not any(s.decode for s in batch.prefills)
         self._check_budget(batch)
         works = [self._prepare(piece.req, piece) for piece in batch.slices]
         assert len({work.row for work in works}) == len(works), "a row is in the step twice"
         self._check_writes(works)
-        self.flights.append((batch.step, works))
+        self.flights.append(self._prepare_copies(batch, works))
         self.prefill_tokens += sum(piece.length for piece in batch.prefills)
         self.batches.append((len(batch.decodes), batch.num_tokens))
         return batch.step
 
     def collect(self, handle: int) -> StepResult:
-        step, works = self.flights.popleft()
-        assert step == handle, "steps are collected out of order"
+        step = self.flights.popleft()
+        assert step.number == handle, "steps are collected out of order"
         result = StepResult([], [])
-        for work in works:
+        for row, block in step.restores:
+            self.states[row] = self.blocks[block]
+        for work in step.works:
             self._execute(work, result)
+        for row, block in step.snapshots:
+            self.blocks[block] = self.states[row]
         return result
 
     def pages_in_use(self) -> set[int]:
-        return {page for _, works in self.flights for work in works for page in work.pages}
+        return {page for step in self.flights for work in step.works for page in work.pages}
+
+    def _prepare_copies(self, batch: ScheduleBatch, works: list[_Work]) -> _Step:
+        starts = {work.arrival: work.start for work in works}
+        ends = {work.arrival: work.start + work.length for work in works}
+        resumed = [req for req in batch.new_rows if starts[req.arrival] > 0]
+        assert [req for req, _ in batch.restores] == (resumed if self.has_state else []), (
+            "state and KV do not go together"
+        )
+        read, written = [block for _, block in batch.restores], [block for _, block in batch.snapshots]
+        assert len({*read, *written}) == len(set(read)) + len(written), "a block is in the step twice"
+        blocks = read + written
+        assert all(0 <= block < self.state_blocks for block in blocks)
+        for step in self.flights:
+            busy = {block for _, block in step.snapshots}
+            assert busy.isdisjoint(blocks), "a block that a running step writes is used"
+        for req, _ in batch.snapshots:
+            assert ends[req.arrival] % self.size == 0, "state is kept inside a page"
+        self.restored += [(req.rid, starts[req.arrival]) for req, _ in batch.restores]
+        self.snapshots += [(req.rid, ends[req.arrival]) for req, _ in batch.snapshots]
+        restores = [(req.row, block) for req, block in batch.restores]
+        return _Step(batch.step, works, restores, [(req.row, block) for req, block in batch.snapshots])
 
     def _check_budget(self, batch: ScheduleBatch) -> None:
         decodes = len(batch.decodes)
@@ -192,7 +248,7 @@ class FakeRunner:
         return work.pages[work.start // self.size : (work.start + work.length - 1) // self.size + 1]
 
     def _check_writes(self, works: list[_Work]) -> None:
-        others = [work for _, flight in self.flights for work in flight] + works
+        others = [work for step in self.flights for work in step.works] + works
         for work in works:
             written = set(self._written(work))
             for other in others:
@@ -219,23 +275,38 @@ class FakeRunner:
             sequence.append(value % VOCAB)
         # A later piece of the same prompt may have been launched already, so only the beginning is compared.
         assert sequence.tolist() == tokens[:end], f"{work.rid}: the KV read is not that of the sequence"
+        state = self._advance_row(work, input_ids, sequence) if self.has_state else 0
         if work.prompt_logprobs:
             result.prompt_logprobs[work.rid] = work.prompt_logprobs
         if not work.sample:
             return
-        drawn = next_token(sequence, work.seed, work.out_index, work.banned)
+        drawn = next_token(sequence, work.seed, work.out_index, work.banned, state)
         tokens.append(drawn)
         result.ids.append(drawn)
         assert result.logprobs is not None
         result.logprobs.append(TokenLogprob(drawn, -1.0) if work.logprobs else None)
 
+    def _advance_row(self, work: _Work, input_ids: list[int], sequence: array[int]) -> int:
+        before = self.states[work.row] if work.start else FRESH
+        assert before[0] == work.start, f"{work.rid}: a piece at {work.start} with the state after {before[0]} tokens"
+        after = self.states[work.row] = advance(before, input_ids)
+        assert after == advance(FRESH, sequence.tolist()), f"{work.rid}: the state is that of another text"
+        return after[1]
+
 
 class Harness:
     """A scheduler over a :class:`FakeRunner`, and every output by request."""
 
-    def __init__(self, config: Config, num_pages: int = 64, max_rows: int = 8, clock: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_pages: int = 64,
+        max_rows: int = 8,
+        clock: Any = None,
+        state_blocks: int | None = None,
+    ) -> None:
         self.config = config
-        self.runner = FakeRunner(config, num_pages, max_rows)
+        self.runner = FakeRunner(config, num_pages, max_rows, state_blocks)
         self.ticks = 0
         self.scheduler = Scheduler(config, self.runner, clock=clock or self._tick, check_invariants=True)
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -290,7 +361,9 @@ class Harness:
         request, finish = self.requests[rid], self.finish(rid)
         seed = request.sampling.seed
         assert seed is not None
-        ids, kind, matched = alone(request.ids, request.sampling, seed, self.config, self.pool_tokens)
+        ids, kind, matched = alone(
+            request.ids, request.sampling, seed, self.config, self.pool_tokens, self.runner.has_state
+        )
         if finish.kind == "abort":
             assert self.ids(rid) == ids[: len(self.ids(rid))]
         else:

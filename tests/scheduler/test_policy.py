@@ -83,3 +83,29 @@ def test_meter_reports_windows_and_forgets_idle_time() -> None:
     meter.count(3)
     now = 101.0
     assert meter.rate() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "junction", "interval", "blocks", "expected"),
+    [
+        (0, 1000, 0, 256, 100, [256, 512, 768, 1000]),
+        (0, 1000, 0, 256, 0, []),
+        (256, 1000, 0, 256, 100, [512, 768, 1000]),
+        (300, 1000, 320, 256, 100, [512, 768, 1000]),
+        (0, 1000, 400, 256, 100, [256, 400, 512, 768, 1000]),
+        (0, 1000, 500, 256, 100, [256, 500, 768, 1000]),
+        (0, 1000, 960, 256, 100, [256, 512, 768, 960]),
+        (0, 1000, 1000, 2048, 100, [1000]),
+        (0, 832, 0, 256, 100, [256, 512, 768, 832]),
+        (0, 828, 0, 256, 100, [256, 512, 828]),
+        (0, 63, 0, 16, 100, []),
+        (0, 64, 0, 16, 100, [64]),
+        (0, 200, 0, 16, 100, [64, 128, 200]),
+        (0, 1000, 0, 100, 8, [500, 1000]),
+        (0, 1000, 0, 100, 1, [1000]),
+    ],
+)
+def test_checkpoint_positions(
+    start: int, end: int, junction: int, interval: int, blocks: int, expected: list[int]
+) -> None:
+    assert policy.checkpoint_positions(start, end, junction, interval, blocks) == expected

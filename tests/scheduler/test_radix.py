@@ -22,8 +22,10 @@ class RadixModel(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 3))
     def start(self, page_size: int) -> None:
         self.size = page_size
-        self.tree = RadixCache(page_size)
+        self.dropped: list[int] = []
+        self.tree = RadixCache(page_size, self.dropped.append)
         self.stored: dict[tuple[int, ...], list[int]] = {}
+        self.checkpoints: dict[tuple[int, ...], int] = {}
         self.locks: list[tuple[Node, tuple[int, ...]]] = []
         self.next_page = 1
         self.now = 0
@@ -61,6 +63,8 @@ class RadixModel(RuleBasedStateMachine):
     def match(self, ids: list[int], lock: bool) -> None:
         found = self.find(ids)
         assert self.tree.match_length(ids) == len(found)
+        usable = max((i for i, prefix in enumerate(found, 1) if prefix in self.checkpoints), default=0)
+        assert self.tree.measure(ids) == (len(found), usable)
         pages, node = self.tree.match(ids)
         assert pages == [self.stored[p][0] for p in found] == self.tree.path_pages(node)
         self.touch(found)
@@ -76,6 +80,32 @@ class RadixModel(RuleBasedStateMachine):
         node, duplicates = self.tree.insert(list(found[-1]) if found else [], [self.stored[p][0] for p in found])
         assert duplicates == [] and len(self.tree.path_pages(node)) == len(found)
         self.touch(found)
+
+    @rule(ids=TOKENS)
+    def set_checkpoint(self, ids: list[int]) -> None:
+        found = self.find(ids)
+        if found and found[-1] not in self.checkpoints:
+            _, node = self.tree.match(ids)
+            self.touch(found)
+            node.checkpoint = self.checkpoints[found[-1]] = self.next_page
+            self.next_page += 1
+
+    @rule(ids=TOKENS, depth=st.integers(0, 5))
+    def replace(self, ids: list[int], depth: int) -> None:
+        found = self.find(ids)
+        depth = min(depth, len(found))
+        _, node = self.tree.match(list(found[depth - 1]) if depth else [])
+        self.touch(found[:depth])
+        pages = list(range(self.next_page, self.next_page + len(self.prefixes(ids))))
+        self.next_page += len(pages)
+        below = found[depth:]
+        out = self.tree.replace(node, ids, pages)
+        if any(self.stored[prefix][2] for prefix in below):
+            assert out is None
+            return
+        assert out == [self.stored[prefix][0] for prefix in below]
+        for page, prefix in zip(pages[depth:], below):
+            self.stored[prefix][0] = page
 
     @rule(which=st.integers(0, 20))
     def unlock(self, which: int) -> None:
@@ -109,6 +139,9 @@ class RadixModel(RuleBasedStateMachine):
     def counts(self) -> None:
         if not hasattr(self, "tree"):
             return
+        gone = [prefix for prefix in self.checkpoints if prefix not in self.stored]
+        assert sorted(self.dropped) == sorted(self.checkpoints.pop(prefix) for prefix in gone)
+        self.dropped.clear()
         check_tree(self.tree)
         assert self.tree.total_pages == len(self.stored)
         assert self.tree.evictable_pages == sum(locks == 0 for _, _, locks in self.stored.values())
@@ -148,17 +181,17 @@ def test_misuse_is_an_error() -> None:
 
 
 def test_checkpoints_stay_with_their_position_until_it_goes() -> None:
-    dropped: list[object] = []
+    dropped: list[int] = []
     tree = RadixCache(1, dropped.append)
     deep, _ = tree.insert([1, 2, 3, 4], [1, 2, 3, 4])
-    deep.checkpoint = "after 4"
+    deep.checkpoint = 4
     _, upper = tree.match([1, 2])
-    assert upper.checkpoint is None and deep.checkpoint == "after 4"
-    upper.checkpoint = "after 2"
+    assert upper.checkpoint is None and deep.checkpoint == 4
+    upper.checkpoint = 2
     tree.evict(1)
-    assert dropped == ["after 4"] and deep.checkpoint is None
+    assert dropped == [4] and deep.checkpoint is None
     tree.clear()
-    assert dropped == ["after 4", "after 2"]
+    assert dropped == [4, 2]
 
 
 def test_long_prompts_are_compared_in_bulk() -> None:

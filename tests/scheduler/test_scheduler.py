@@ -32,13 +32,19 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 @pytest.mark.parametrize("flags", CONFIGS, ids=lambda f: "-".join(str(v) for v in f.values()))
 @pytest.mark.parametrize("pool_tokens", [96, 2048])
-def test_text_is_that_of_running_alone(flags: dict, pool_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [None, 4], ids=["dense", "state"])
+def test_text_is_that_of_running_alone(
+    flags: dict, pool_tokens: int, blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Expecting no output at all admits until nothing is left, so that the small pool must retract.
     monkeypatch.setattr(policy, "RATIO_START", 0.0)
     monkeypatch.setattr(policy, "RATIO_FLOOR", 0.0)
     monkeypatch.setattr(policy, "RATIO_RISE", 0.0)
+    monkeypatch.setattr(policy, "CHECKPOINT_TOKENS", 1)
+    monkeypatch.setattr(policy, "CHECKPOINT_SHARE", 1)
     rng = random.Random(str(flags))
-    h = Harness(make_config(max_prefill_tokens=64, **flags), num_pages=pool_tokens // flags["page_size"] + 1)
+    config = make_config(max_prefill_tokens=64, state_checkpoint_interval=16, **flags)
+    h = Harness(config, num_pages=pool_tokens // flags["page_size"] + 1, state_blocks=blocks)
     shared = prompt(rng, 24)
     for i in range(14):
         ids = shared[: rng.randrange(25)] + prompt(rng, rng.randrange(1, 20))
@@ -55,9 +61,15 @@ def test_text_is_that_of_running_alone(flags: dict, pool_tokens: int, monkeypatc
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("radix", [False, True])
-def test_stress(order: str, overlap: bool, radix: bool) -> None:
+@pytest.mark.parametrize(
+    ("radix", "blocks"), [(False, None), (True, None), (False, 5), (True, 0), (True, 1), (True, 5), (True, 100)]
+)
+def test_stress(order: str, overlap: bool, radix: bool, blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 requests, aborts, stops and a pool of 160 tokens: one terminal message each, and nothing leaks."""
+    monkeypatch.setattr(policy, "CHECKPOINT_TOKENS", 4)
+    monkeypatch.setattr(policy, "CHECKPOINT_SHARE", 1)
+    if blocks is not None:
+        monkeypatch.setattr(policy, "SHARED_PREFIX_TOKENS", 16)
     rng = random.Random(f"{order} {overlap} {radix}")
     config = make_config(
         overlap=overlap,
@@ -67,8 +79,9 @@ def test_stress(order: str, overlap: bool, radix: bool) -> None:
         max_prefill_tokens=48,
         max_running_requests=6,
         max_queued_requests=54,
+        state_checkpoint_interval=16,
     )
-    h = Harness(config, num_pages=41, max_rows=6)
+    h = Harness(config, num_pages=41, max_rows=6, state_blocks=blocks)
     stems = [prompt(rng, 40) for _ in range(4)]
     added = 0
     while added < 500 or h.scheduler.has_work:
@@ -100,8 +113,11 @@ def test_stress(order: str, overlap: bool, radix: bool) -> None:
     stats = h.scheduler.stats()
     assert stats.retractions > 0
     assert (stats.running, stats.queued, stats.used_tokens, stats.rows_used) == (0, 0, 0, 0)
+    if blocks is not None:
+        assert (stats.state_hits > 0) == (radix and blocks > 0)
     assert h.scheduler.flush_cache()
     assert h.scheduler.pages.free_count == 40
+    assert h.scheduler.prefix.checkpoints.blocks.used_count == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -294,7 +310,7 @@ def test_abort_in_every_state(overlap: bool) -> None:
     h.add("waiting", prompt(rng, 4), max_new_tokens=50)
     for _ in range(3):
         h.step()
-    assert h.scheduler.partial is not None and list(h.scheduler.waiting) == ["waiting"]
+    assert h.scheduler.prefilling and list(h.scheduler.waiting) == ["waiting"]
     for rid in ("decoding", "partial", "waiting", "decoding", "unknown"):
         h.scheduler.abort(rid)
         h.scheduler.check()
@@ -484,7 +500,18 @@ def test_a_wrong_count_of_ids_is_a_fault_of_ours() -> None:
 
 
 def test_imports_without_torch() -> None:
-    names = ["admission", "allocator", "invariants", "meter", "policy", "radix", "request", "scheduler"]
+    names = [
+        "admission",
+        "allocator",
+        "checkpoints",
+        "invariants",
+        "meter",
+        "policy",
+        "prefix",
+        "radix",
+        "request",
+        "scheduler",
+    ]
     code = "import sys; " + "".join(f"import freetoken.scheduler.{name}; " for name in names)
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     path = str(Path(__file__).parents[2] / "python")

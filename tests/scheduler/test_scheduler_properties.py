@@ -28,6 +28,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         flags=st.fixed_dictionaries({"overlap": st.booleans(), "disable_radix_cache": st.booleans()}),
         start=st.sampled_from([0.0, policy.RATIO_START]),
         shared=st.sampled_from([2, policy.SHARED_PREFIX_TOKENS]),
+        blocks=st.sampled_from([None, 0, 1, 3, 50]),
+        gap=st.sampled_from([1, 8]),
+        interval=st.sampled_from([1, 16, 2048]),
     )
     def start(
         self,
@@ -40,19 +43,29 @@ class SchedulerHistory(RuleBasedStateMachine):
         flags: dict[str, Any],
         start: float,
         shared: int,
+        blocks: int | None,
+        gap: int,
+        interval: int,
     ) -> None:
         self.patches = [
             mock.patch.object(policy, "RATIO_START", start),
             mock.patch.object(policy, "RATIO_FLOOR", min(start, policy.RATIO_FLOOR)),
             mock.patch.object(policy, "SHARED_PREFIX_TOKENS", shared),
             mock.patch.object(policy, "MAX_BYPASS", 2),
+            mock.patch.object(policy, "CHECKPOINT_TOKENS", gap),
+            mock.patch.object(policy, "CHECKPOINT_SHARE", 1),
         ]
         for patch in self.patches:
             patch.start()
         config = make_config(
-            page_size=page_size, chunked_prefill_size=chunk, max_prefill_tokens=prefill, schedule_policy=order, **flags
+            page_size=page_size,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=prefill,
+            schedule_policy=order,
+            state_checkpoint_interval=interval,
+            **flags,
         )
-        self.harness = Harness(config, num_pages=pool // page_size + 1, max_rows=rows)
+        self.harness = Harness(config, num_pages=pool // page_size + 1, max_rows=rows, state_blocks=blocks)
         self.count = 0
 
     @rule(
@@ -110,6 +123,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 self.check_prompt_logprobs(f"r{i}")
             scheduler = self.harness.scheduler
             assert scheduler.flush_cache() and scheduler.pages.used_count == scheduler.rows.used_count == 0
+            assert scheduler.prefix.checkpoints.blocks.used_count == 0
         finally:
             for patch in self.patches:
                 patch.stop()

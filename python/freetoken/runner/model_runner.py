@@ -64,6 +64,9 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.cuda = self.device.type == "cuda"
         self.page_size = config.page_size
+        # No served model keeps recurrent state beside its KV.
+        self.has_state = False
+        self.state_blocks = 0
         self.max_rows = config.max_running_requests
         self._progress = progress or _quiet
         threads = environ.get("FREETOKEN_NUM_THREADS")

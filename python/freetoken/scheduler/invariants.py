@@ -26,13 +26,18 @@ def check_idle(scheduler: Scheduler) -> None:
     """With nothing to do, everything is free or evictable. Constant time, so that it can run in production."""
     tree, pages, rows = scheduler.tree, scheduler.pages, scheduler.rows
     _require(not scheduler.resident and not scheduler.waiting, "idle with requests waiting or resident")
-    _require(not scheduler.decoding and scheduler.partial is None, "idle with requests to plan")
+    _require(not scheduler.decoding and not scheduler.prefilling, "idle with requests to plan")
     _require(scheduler.queued_tokens == 0, f"idle with {scheduler.queued_tokens} queued tokens")
     _require(tree.evictable_pages == tree.total_pages, "idle with locked pages")
     _require(
         pages.used_count == tree.total_pages, f"idle with {pages.used_count} pages out, {tree.total_pages} in the tree"
     )
     _require(rows.used_count == 0, f"idle with {rows.used_count} rows out")
+    states = scheduler.prefix.checkpoints
+    _require(
+        states.blocks.used_count == len(states.stored),
+        f"idle with {states.blocks.used_count} state blocks out, {len(states.stored)} in the tree",
+    )
 
 
 def check(scheduler: Scheduler) -> None:
@@ -43,6 +48,7 @@ def check(scheduler: Scheduler) -> None:
     _check_locks(scheduler)
     _check_lengths(scheduler)
     _check_queues(scheduler)
+    _check_states(scheduler)
     if not scheduler.live and not scheduler.flights:
         check_idle(scheduler)
 
@@ -133,13 +139,38 @@ def _check_queues(scheduler: Scheduler) -> None:
         _require(not req.pages and req.row == -1 and req.node is None, f"{rid} waits and holds memory")
         _require(req.pending == 0 and req.in_flight == 0, f"{rid} waits with a step in flight")
         _require(req.computed == 0, f"{rid} waits with {req.computed} tokens computed")
+        _require(not req.cuts and not req.held, f"{rid} waits with state to keep")
     queued = sum(len(req.ids) for req in waiting.values())
     _require(queued == scheduler.queued_tokens, f"{scheduler.queued_tokens} queued tokens counted, {queued} there")
     running = [req for req in resident.values() if req.status is Status.RUNNING]
     expected = set(waiting) | {req.rid for req in running}
     _require(set(scheduler.live) == expected and len(expected) == len(waiting) + len(running), "live requests differ")
-    held = [id(r) for r in (*scheduler.decoding, *([scheduler.partial] if scheduler.partial else []))]
+    held = [id(r) for r in (*scheduler.decoding, *scheduler.prefilling)]
     _require(len(held) == len(set(held)), "a request is planned twice")
     for req in running:
         planned = id(req) in held or req.num_output == req.max_new_tokens
         _require(planned, f"{req.rid} runs but no step will take it up")
+
+
+def _check_states(scheduler: Scheduler) -> None:
+    states, size = scheduler.prefix.checkpoints, scheduler.config.page_size
+    _require(not states.restoring, "a block is marked for a step that was never launched")
+    owners: Counter[int] = Counter(states.blocks.free_ids())
+    at_nodes = {}
+    for node in scheduler.tree.nodes():
+        if node.checkpoint is not None:
+            owners[node.checkpoint] += 1
+            at_nodes[node.checkpoint] = node
+    _require(at_nodes == dict(states.stored), "the checkpoints in the tree are not those that are listed")
+    launched = [(block, req) for flight in scheduler.flights for req, block in flight.batch.snapshots]
+    _require(launched == [(block, req) for block, (req, _) in states.in_flight.items()], "blocks in flight differ")
+    owners.update(block for block, _ in launched)
+    for req in scheduler.resident.values():
+        owners.update(block for _, block in req.held)
+        borders = [*req.cuts, *(position for position, _ in req.held)]
+        _require(all(0 < p <= len(req.key) and p % size == 0 for p in borders), f"{req.rid}: state at no page border")
+        _require(
+            req.cuts == sorted(req.cuts) and all(p > req.computed for p in req.cuts), f"{req.rid}: cuts are passed"
+        )
+        _require(scheduler.prefix.has_state or not borders, f"{req.rid} keeps state it does not have")
+    _require(owners == Counter(range(states.total)), "state blocks are lost or have two owners")

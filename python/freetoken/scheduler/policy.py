@@ -38,6 +38,14 @@ SHARED_PREFIX_TOKENS = 256
 """A waiting request that would recompute at least this much of a prompt being computed right now waits for it instead:
 the wait is a step or two, and this many tokens cost more than that."""
 
+CHECKPOINT_TOKENS = 64
+"""A checkpoint of recurrent state must spare at least this much prefill: each costs a piece of its own, a copy of all the
+state of a request and its place in host memory."""
+
+CHECKPOINT_SHARE = 4
+"""One prompt may take a quarter of all checkpoint blocks; a longer one gets them at a multiple of the interval, so that it
+does not drive out everything else and its own beginning."""
+
 
 def prefill_budget(decodes: int, chunked_prefill_size: int, max_prefill_tokens: int) -> int:
     """Prompt tokens the step may take beside ``decodes`` streams.
@@ -53,6 +61,30 @@ def prefill_budget(decodes: int, chunked_prefill_size: int, max_prefill_tokens: 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold ``tokens`` tokens."""
     return -(-tokens // page_size)
+
+
+def checkpoint_positions(start: int, end: int, junction: int, interval: int, blocks: int) -> list[int]:
+    """Where the state of a prompt is kept, rising, in ``(start, end]``: at its end, its junction and between.
+
+    ``start`` is where the prompt resumes, ``end`` the last page border that leaves a token to compute, ``junction`` the
+    border where it parts from a stored path (0 for none), ``interval`` a multiple of the page size and ``blocks`` how many
+    checkpoints there can be in all. Positions are ``CHECKPOINT_TOKENS`` apart: the junction goes before the end, and both
+    before those between.
+    """
+    if blocks < 1:
+        return []
+    fixed = [start]
+    for position in (junction, end):
+        if position - fixed[-1] >= CHECKPOINT_TOKENS:
+            fixed.append(position)
+    most = max(1, blocks // CHECKPOINT_SHARE)
+    stride = interval * max(1, pages_for(end - start, interval * most), pages_for(CHECKPOINT_TOKENS, interval))
+    between = [
+        position
+        for position in range(start // stride * stride + stride, end, stride)
+        if all(abs(position - other) >= CHECKPOINT_TOKENS for other in fixed)
+    ]
+    return sorted((*fixed[1:], *between))
 
 
 class NewTokenRatio:

@@ -20,12 +20,25 @@ def as_key(ids: Sequence[int]) -> array[int]:
     return array("i", ids)
 
 
+def common_pages(a: array[int], b: array[int], size: int, most: int, *, offset: int = 0, known: int = 0) -> int:
+    """Whole pages of ``size`` on which ``a`` and ``b`` from ``offset`` agree, up to ``most``; ``known`` are known to."""
+    low, high = known, most
+    step = most
+    while low < high:
+        if a[low * size : step * size] == b[offset + low * size : offset + step * size]:
+            low = step
+        else:
+            high = step - 1
+        step = (low + high + 1) // 2
+    return low
+
+
 class Node:
     """A run of pages below ``parent``.
 
     ``key`` holds the token ids of ``pages``. ``locks`` counts the locks on this node and everything below it.
-    ``checkpoint`` is room for state that is valid exactly at this node's end (recurrent layers need one to resume): the
-    tree never reads it. A split leaves it with the lower half, which keeps the end; when the end goes (evicted, trimmed
+    ``checkpoint`` names the state that is valid exactly at this node's end (recurrent layers need one to resume): the
+    tree only looks whether there is one. A split leaves it with the lower half, which keeps the end; when the end goes (evicted, trimmed
     or cleared) the value is handed to the tree's ``on_drop``.
     """
 
@@ -39,7 +52,7 @@ class Node:
         self.locks = 0
         self.last_access = last_access
         self.queued = False
-        self.checkpoint: object = None
+        self.checkpoint: int | None = None
 
 
 class RadixCache:
@@ -48,7 +61,7 @@ class RadixCache:
     ``on_drop`` receives every non-``None`` :attr:`Node.checkpoint` whose position leaves the tree.
     """
 
-    def __init__(self, page_size: int, on_drop: Callable[[object], None] | None = None) -> None:
+    def __init__(self, page_size: int, on_drop: Callable[[int], None] | None = None) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
@@ -92,15 +105,21 @@ class RadixCache:
 
     def match_length(self, ids: Sequence[int]) -> int:
         """Pages :meth:`match` would find, without any effect on the tree."""
+        return self.measure(ids)[0]
+
+    def measure(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Pages :meth:`match` would find, and those of them up to the last checkpoint. No effect on the tree."""
         key = as_key(ids)
-        node, done = self.root, 0
+        node, done, restorable = self.root, 0, 0
         while True:
             child, common = self._descend(node, key, done)
             if child is None:
-                return done
+                return done, restorable
             done += common
             if common < len(child.pages):
-                return done
+                return done, restorable
+            if child.checkpoint is not None:
+                restorable = done
             node = child
 
     def insert(self, ids: Sequence[int], pages: Sequence[int]) -> tuple[Node, list[int]]:
@@ -127,6 +146,27 @@ class RadixCache:
             child.last_access = now
             node, done = child, done + common
         return node, duplicates
+
+    def replace(self, node: Node, ids: Sequence[int], pages: Sequence[int]) -> list[int] | None:
+        """Put ``pages`` in place of those stored below ``node`` for the same tokens, if nobody has them locked.
+
+        ``ids`` and ``pages`` run from the root; ``node`` is the end of a stored prefix of them. Returns the pages put out,
+        which are the caller's, or ``None`` and no change. Checkpoints stay: they belong to the tokens.
+        """
+        key = as_key(ids)
+        done = self.depth(node)
+        out: list[int] = []
+        child, common = self._descend(node, key, done)
+        if child is not None and child.locks:
+            return None
+        while child is not None:
+            if common < len(child.pages):
+                child = self._split(child, common)
+            out.extend(child.pages)
+            child.pages = list(pages[done : done + common])
+            node, done = child, done + common
+            child, common = self._descend(node, key, done)
+        return out
 
     def lock(self, node: Node) -> None:
         """Protect the path from the root to ``node`` until :meth:`unlock`. Locks nest."""
@@ -178,6 +218,15 @@ class RadixCache:
             raise ValueError("the prefix cache is in use")
         return self.evict(self._total)
 
+    def depth(self, node: Node) -> int:
+        """Pages from the root to the end of ``node``."""
+        pages = 0
+        current: Node | None = node
+        while current is not None:
+            pages += len(current.pages)
+            current = current.parent
+        return pages
+
     def path_pages(self, node: Node) -> list[int]:
         """All pages from the root to the end of ``node``."""
         parts: list[list[int]] = []
@@ -209,20 +258,8 @@ class RadixCache:
         child = node.children.get(self._edge(key, done)) if left > 0 else None
         if child is None:
             return None, 0
-        return child, self._common(child.key, key, done, min(left, len(child.pages)))
-
-    def _common(self, edge: array[int], key: array[int], done: int, most: int) -> int:
-        """Whole pages on which ``edge`` and ``key`` from page ``done`` agree, up to ``most``; the first is known to."""
-        size, base = self.page_size, done * self.page_size
-        low, high = 1, most
-        step = most
-        while low < high:
-            if edge[low * size : step * size] == key[base + low * size : base + step * size]:
-                low = step
-            else:
-                high = step - 1
-            step = (low + high + 1) // 2
-        return low
+        most = min(left, len(child.pages))
+        return child, common_pages(child.key, key, self.page_size, most, offset=done * self.page_size, known=1)
 
     def _split(self, node: Node, pages: int) -> Node:
         """Cut ``node`` after ``pages`` pages. The upper part is new and returned: who holds ``node`` keeps its end."""

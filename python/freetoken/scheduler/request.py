@@ -33,8 +33,13 @@ class Req:
 
     ``pending`` counts launched and undrained steps that name the request: until it is 0 nothing the request holds may be
     given to another. ``key`` is ``ids`` as of the last time the request was queued, packed for the prefix cache.
-    ``keep_private`` says that other pages with this prompt's content are in the cache, so these enter it (or are freed)
-    only when the request ends. ``bypassed`` counts later arrivals admitted before it.
+    ``keep_private`` says that other pages with this prompt's content are in the cache and in use, so these enter it (or
+    are freed) only when the request ends. ``bypassed`` counts later arrivals admitted before it.
+
+    For models with recurrent state: ``cuts`` are the positions, rising and beyond ``computed``, where a piece must end so
+    that the state there can be kept. ``held`` are ``(position, block)`` of states already copied out whose pages are not
+    in the prefix cache yet. ``commons`` remembers, by the arrival of a resident request, how many leading tokens are the
+    same.
     """
 
     rid: str
@@ -59,6 +64,9 @@ class Req:
     bypassed: int = 0
     keep_private: bool = False
     key: array[int] = field(default_factory=lambda: array("i"))
+    cuts: list[int] = field(default_factory=list)
+    held: list[tuple[int, int]] = field(default_factory=list)
+    commons: dict[int, int] = field(default_factory=dict)
     node: Node | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     queue_seconds: float | None = None
@@ -72,6 +80,11 @@ class Req:
     def num_output(self) -> int:
         """Output tokens that exist on the host or the device."""
         return self.total_len - self.prompt_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt were asked for and are still to be computed."""
+        return self.sampling.prompt_logprobs is not None and self.num_output == 0
 
 
 class Slice(NamedTuple):
@@ -96,6 +109,10 @@ class Slice(NamedTuple):
 class ScheduleBatch:
     """One step: decode slices first, then prefill slices; ``new_rows`` are requests whose row was assigned for this step.
 
+    ``restores`` and ``snapshots`` are ``(request, block)`` for models with recurrent state. Before the step the state in
+    the block goes to the request's row (only requests of ``new_rows`` that do not start at position 0). After the step
+    the row's state, that after the request's piece in this step, goes to the block. One block may be restored to several rows; none is in both lists.
+
     The runner reads ``req.row``, ``req.pages``, ``req.ids``, ``req.sampling``, ``req.stop_ids``, ``req.seed`` while it
     launches and keeps no reference to them afterwards.
     """
@@ -104,6 +121,8 @@ class ScheduleBatch:
     decodes: list[Slice]
     prefills: list[Slice]
     new_rows: list[Req] = field(default_factory=list)
+    restores: list[tuple[Req, int]] = field(default_factory=list)
+    snapshots: list[tuple[Req, int]] = field(default_factory=list)
 
     @cached_property
     def slices(self) -> list[Slice]:

@@ -21,7 +21,8 @@ from freetoken.scheduler import invariants, policy
 from freetoken.scheduler.admission import build_request, check_queue
 from freetoken.scheduler.allocator import page_allocator, row_allocator
 from freetoken.scheduler.meter import Meter
-from freetoken.scheduler.radix import RadixCache, as_key
+from freetoken.scheduler.prefix import PrefixCache
+from freetoken.scheduler.radix import as_key
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
 from freetoken.server_args import Config
 
@@ -36,6 +37,14 @@ class Runner(Protocol):
     @property
     def max_rows(self) -> int:
         """Requests that can be resident at once."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether requests have recurrent state, so that a prefix is of use only with it; taken as ``False`` if missing."""
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of host memory for such state, numbered from 0; taken as 0 if missing."""
 
     def launch(self, batch: ScheduleBatch) -> Any:
         """Start a step and return a handle for :meth:`collect`, without waiting for it."""
@@ -70,14 +79,20 @@ class Scheduler:
         self.runner = runner
         self.pages = page_allocator(runner.num_pages)
         self.rows = row_allocator(runner.max_rows)
-        self.tree = RadixCache(config.page_size)
+        self.prefix = PrefixCache(
+            config,
+            self.pages,
+            has_state=getattr(runner, "has_state", False),
+            state_blocks=getattr(runner, "state_blocks", 0),
+        )
+        self.tree = self.prefix.tree
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.resident: dict[int, Req] = {}
         """Requests that hold a row and pages, by arrival, in order of admission; ended ones until they are drained."""
         self.decoding: list[Req] = []
         """Resident requests with another token to schedule after their prefill."""
-        self.partial: Req | None = None
-        """The one request whose prefill is under way."""
+        self.prefilling: list[Req] = []
+        """Resident requests whose prefill is under way, in order of admission."""
         self.flights: deque[Flight] = deque()
         self.live: dict[str, Req] = {}
         """Requests whose terminal message is still to come."""
@@ -86,10 +101,13 @@ class Scheduler:
         self._check_invariants = check_invariants
         self._page_size = config.page_size
         self._ratio = policy.NewTokenRatio()
-        self._computing: list[Req] = []
         self._outputs: list[RequestOutput] = []
         self._arrivals = 0
-        self._stats = SchedulerStats(total_tokens=self.pages.total * config.page_size, rows_total=runner.max_rows)
+        self._stats = SchedulerStats(
+            total_tokens=self.pages.total * config.page_size,
+            rows_total=runner.max_rows,
+            state_blocks_total=self.prefix.checkpoints.total,
+        )
         self._meter = Meter(clock)
 
     # --- what the process calls --------------------------------------------------------------------------------------
@@ -128,6 +146,7 @@ class Scheduler:
         batch = self._plan()
         if batch is not None:
             self.flights.append(Flight(batch, self.runner.launch(batch)))
+            self.prefix.checkpoints.launched()
             self._stats.steps += 1
         due = len(self.flights) - (1 if batch is not None and self.config.overlap else 0)
         for _ in range(due):
@@ -161,6 +180,10 @@ class Scheduler:
         stats.used_tokens = (self.pages.used_count - self.tree.evictable_pages) * self._page_size
         stats.cached_pool_tokens = self.tree.total_pages * self._page_size
         stats.rows_used = self.rows.used_count
+        checkpoints = self.prefix.checkpoints
+        stats.state_blocks_used = checkpoints.blocks.used_count
+        stats.state_hits = checkpoints.restored
+        stats.state_evictions = checkpoints.evicted
         stats.gen_throughput = self._meter.rate()
         return msgspec.structs.replace(stats)
 
@@ -172,15 +195,11 @@ class Scheduler:
 
     def _plan(self) -> ScheduleBatch | None:
         retractions = self._stats.retractions
-        decodes = self._plan_decodes()
-        prefills: list[Slice] = []
-        new_rows: list[Req] = []
+        batch = ScheduleBatch(self._stats.steps, self._plan_decodes(), [])
         # What a retraction freed is for the streams: admitting in the same step would take it away again.
         if self._stats.retractions == retractions:
-            self._plan_prefills(len(decodes), prefills, new_rows)
-        if not decodes and not prefills:
-            return None
-        return ScheduleBatch(self._stats.steps, decodes, prefills, new_rows)
+            self._plan_prefills(batch)
+        return batch if batch.decodes or batch.prefills else None
 
     def _plan_decodes(self) -> list[Slice]:
         self._make_room_for_decodes()
@@ -237,8 +256,7 @@ class Scheduler:
         self._stats.retractions += 1
         self._release(req)
         self.decoding = [r for r in self.decoding if r is not req]
-        if self.partial is req:
-            self.partial = None
+        self.prefilling = [r for r in self.prefilling if r is not req]
         req.status = Status.WAITING
         req.computed = 0
         req.retractions += 1
@@ -256,96 +274,70 @@ class Scheduler:
         )
         return Finish("error", None, message, 500, "out_of_memory", None)
 
-    def _plan_prefills(self, decodes: int, prefills: list[Slice], new_rows: list[Req]) -> None:
-        budget = policy.prefill_budget(decodes, self.config.chunked_prefill_size, self.config.max_prefill_tokens)
-        if self.partial is not None:
-            budget -= self._add_piece(self.partial, budget, prefills)
-        if budget <= 0 or self.partial is not None or not self.waiting or not self.rows.free_count:
+    def _plan_prefills(self, batch: ScheduleBatch) -> None:
+        config = self.config
+        budget = policy.prefill_budget(len(batch.decodes), config.chunked_prefill_size, config.max_prefill_tokens)
+        for req in self.prefilling[:]:
+            budget -= self._add_piece(req, budget, batch)
+            if budget <= 0:
+                return
+        if not self.waiting or not self.rows.free_count:
             return
         expected = sum(
             self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
         )
         for req in self._queue_order():
-            if self._waits_for_prefix(req):
+            if self.prefix.waits(req):
                 continue
             if self.resident:
                 expected += self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
-            if not self._admit(req, expected):
+            if not self._admit(req, expected, batch):
                 if not self.resident:
                     # Nobody will ever give memory back.
                     self._end(req, self._out_of_memory(req))
                 break
-            new_rows.append(req)
-            budget -= self._add_piece(req, budget, prefills)
-            if budget <= 0 or self.partial is not None or not self.rows.free_count:
+            self.prefix.plan_junctions(req, self._window())
+            budget -= self._add_piece(req, budget, batch)
+            if budget <= 0 or not self.rows.free_count:
                 break
-        if self.config.schedule_policy == "lpm" and new_rows:
-            self._count_bypassed(new_rows)
+        if config.schedule_policy == "lpm" and batch.new_rows:
+            self._count_bypassed(batch.new_rows)
+
+    def _window(self) -> Iterable[Req]:
+        """The waiting requests a step looks at."""
+        return itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW)
 
     def _queue_order(self) -> list[Req]:
-        window = list(itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW))
+        window = list(self._window())
         if self.config.schedule_policy == "fcfs" or len(window) < 2:
             return window
-        facts = [policy.Waiting(r.arrival, r.retractions > 0, self._cached_pages(r), r.bypassed) for r in window]
+        facts = [policy.Waiting(r.arrival, r.retractions > 0, self.prefix.usable_pages(r), r.bypassed) for r in window]
         return [window[i] for i in policy.longest_prefix_order(facts)]
 
     def _count_bypassed(self, admitted: list[Req]) -> None:
-        for req in itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW):
+        for req in self._window():
             req.bypassed += sum(other.arrival > req.arrival for other in admitted)
 
-    def _matches(self, req: Req) -> bool:
-        """Whether the request may take pages from the tree: log-probabilities of the prompt need it computed."""
-        return self.config.radix_cache and not self._wants_prompt_logprobs(req)
-
-    def _wants_prompt_logprobs(self, req: Req) -> bool:
-        return req.sampling.prompt_logprobs is not None and req.num_output == 0
-
-    def _matchable(self, req: Req) -> int:
-        """Tokens a prefix hit may cover: whole pages that leave at least the last token to compute."""
-        return (len(req.ids) - 1) // self._page_size * self._page_size
-
-    def _cached_pages(self, req: Req) -> int:
-        return self.tree.match_length(req.key[: self._matchable(req)]) if self._matches(req) else 0
-
-    def _waits_for_prefix(self, req: Req) -> bool:
-        """Whether a resident request is computing a long part of this prompt that is not in the tree yet."""
-        if not self._computing or not self._matches(req):
-            return False
-        start = self._cached_pages(req) * self._page_size
-        end = start + policy.SHARED_PREFIX_TOKENS
-        if end > self._matchable(req):
-            return False
-        return any(
-            other.key[start:end] == req.key[start:end] and other.key[:start] == req.key[:start]
-            for other in self._computing
-        )
-
-    def _admit(self, req: Req, expected: int) -> bool:
+    def _admit(self, req: Req, expected: int, batch: ScheduleBatch) -> bool:
         """Give the request its row, its cached prefix and pages for all it has to compute; ``False`` if memory is short.
 
         ``expected`` pages must stay available for the output of the running requests and this one.
         """
-        shared: list[int] = []
-        node = self.tree.root
-        if self._matches(req):
-            shared, node = self.tree.match(req.key[: self._matchable(req)])
-        self.tree.lock(node)
-        needed = policy.pages_for(len(req.ids), self._page_size) - len(shared)
+        match = self.prefix.match(req)
+        self.tree.lock(match.node)
+        needed = policy.pages_for(len(req.ids), self._page_size) - len(match.pages)
         if needed + expected > self.pages.free_count + self.tree.evictable_pages or not self._reserve(needed):
-            self.tree.unlock(node)
+            self.tree.unlock(match.node)
             return False
         del self.waiting[req.rid]
         self.queued_tokens -= len(req.ids)
         self.resident[req.arrival] = req
         req.status = Status.RUNNING
         req.row = self.rows.allocate(1)[0]
-        req.pages = shared + self.pages.allocate(needed)
-        req.shared_pages = len(shared)
-        req.node = node
-        req.computed = len(shared) * self._page_size
-        req.keep_private = not self.config.radix_cache
-        if not req.keep_private:
-            self._computing.append(req)
+        req.pages = match.pages + self.pages.allocate(needed)
+        self.prefix.admitted(req, match, batch)
+        batch.new_rows.append(req)
+        self.prefilling.append(req)
         if not req.admitted:
             self._first_admission(req)
         return True
@@ -362,17 +354,18 @@ class Scheduler:
         left = req.max_new_tokens - (total - req.prompt_len)
         return policy.expected_pages(total, left, held, self._ratio.value, self._page_size)
 
-    def _add_piece(self, req: Req, budget: int, prefills: list[Slice]) -> int:
+    def _add_piece(self, req: Req, budget: int, batch: ScheduleBatch) -> int:
         """Schedule the next piece of a prefill and return its length."""
         start = req.computed
-        length = min(budget, len(req.ids) - start)
+        length = self.prefix.piece_length(req, min(budget, len(req.ids) - start))
         last = start + length == len(req.ids)
-        wants_logprobs = self._wants_prompt_logprobs(req)
-        prefills.append(Slice(req, start, length, False, last, len(req.ids) - req.prompt_len, wants_logprobs))
+        out_index = len(req.ids) - req.prompt_len
+        batch.prefills.append(Slice(req, start, length, False, last, out_index, req.wants_prompt_logprobs))
         req.computed = start + length
         req.pending += 1
-        self.partial = None if last else req
+        self.prefix.keep_state(req, batch)
         if last:
+            self.prefilling.remove(req)
             req.in_flight += 1
             if req.num_output < req.max_new_tokens:
                 self.decoding.append(req)
@@ -392,11 +385,13 @@ class Scheduler:
             token, logprob = next(drawn)
             self._apply(piece.req, token, logprob)
         for piece in batch.prefills:
+            if piece.req.status is Status.RUNNING:
+                self.prefix.share(piece)
+        self.prefix.take_states(batch)
+        for piece in batch.prefills:
             req = piece.req
-            if req.status is Status.RUNNING:
-                if piece.prompt_logprobs:
-                    self._extend_prompt_logprobs(req, result)
-                self._share_prefix(piece)
+            if piece.prompt_logprobs and req.status is Status.RUNNING:
+                self._extend_prompt_logprobs(req, result)
             if piece.sample:
                 token, logprob = next(drawn)
                 self._apply(req, token, logprob)
@@ -441,32 +436,6 @@ class Scheduler:
         if req.status is Status.FINISHED and req.pending == 0:
             self._release(req)
 
-    def _share_prefix(self, piece: Slice) -> None:
-        """Put the pages a drained prefill piece has completed into the tree, for others to match while this one runs.
-
-        When the tree already holds other pages for them, a running step may be using ours: they stay private until the
-        request ends.
-        """
-        req = piece.req
-        end = piece.start + piece.length
-        full = end // self._page_size
-        if not req.keep_private and full > req.shared_pages:
-            key = req.key[: full * self._page_size]
-            if self.tree.match_length(key) > req.shared_pages:
-                req.keep_private = True
-            else:
-                node, _ = self.tree.insert(key, req.pages[:full])
-                self.tree.lock(node)
-                assert req.node is not None
-                self.tree.unlock(req.node)
-                req.node = node
-                req.shared_pages = full
-        if req.keep_private or end == len(req.key):
-            self._stop_computing(req)
-
-    def _stop_computing(self, req: Req) -> None:
-        self._computing = [r for r in self._computing if r is not req]
-
     def _end(self, req: Req, finish: Finish) -> None:
         """End a live request for a reason other than its own tokens, with its terminal message."""
         count = len(req.ids) - req.prompt_len
@@ -486,24 +455,16 @@ class Scheduler:
 
     def _forget_ended(self) -> None:
         """Take ended requests out of what the next step is planned from."""
-        if self.partial is not None and self.partial.status is Status.FINISHED:
-            self.partial = None
+        if any(r.status is Status.FINISHED for r in self.prefilling):
+            self.prefilling = [r for r in self.prefilling if r.status is Status.RUNNING]
         if any(r.status is Status.FINISHED for r in self.decoding):
             self.decoding = [r for r in self.decoding if r.status is Status.RUNNING]
 
     def _release(self, req: Req) -> None:
         """Hand the full pages of a resident request to the tree, free the rest and its row."""
         assert req.node is not None and req.pending == 0
-        if self.config.radix_cache:
-            full = min(req.computed, len(req.ids)) // self._page_size
-            _, unused = self.tree.insert(as_key(req.ids[: full * self._page_size]), req.pages[:full])
-            unused.extend(req.pages[full:])
-        else:
-            unused = req.pages
-        self.tree.unlock(req.node)
-        self.pages.free(unused)
+        self.pages.free(self.prefix.release(req))
         self.rows.free((req.row,))
-        self._stop_computing(req)
         del self.resident[req.arrival]
         req.pages = []
         req.shared_pages = 0
