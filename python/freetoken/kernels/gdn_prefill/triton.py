@@ -1,0 +1,320 @@
+"""The chunked gated delta rule as two kernels, and the gated norm.
+
+``chunk_kernel`` does, for all chunks at once, what needs no state: gates, norms, ``K K^T``, ``Q K^T`` and the inverse of the
+triangular system that couples the tokens of a chunk. ``scan_kernel`` then walks each piece chunk by chunk with the state in
+registers; rows of the state (value dimensions) never meet, so blocks of them are programs of their own. It works on transposed
+chunks: the state and all that follows from it are left operands, which the matrix instructions take from registers.
+
+``q`` and ``k`` enter the products as they are; their norms are factors of rows and columns. With ``r`` the inverse norms, ``s`` the
+scale, ``G`` the decay summed inside the chunk and ``L`` the sum over the whole chunk::
+
+    T = (I + strict_lower(beta_i r_i r_j exp(G_i - G_j) K K^T))^-1 diag(beta)       "inverse"
+    P = lower(s r_i r_j exp(G_i - G_j) Q K^T)                                       "scores"
+    deltas = T (V - exp(G) r K S^T);  O = s exp(G) r Q S^T + P deltas;  S = exp(L) S + (exp(L - G) r deltas)^T K
+
+No exponent is above 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from freetoken.kernels import launch
+from freetoken.kernels.gdn_prefill.config import PrefillConfig, block_of, pick_config
+from freetoken.kernels.gdn_prefill.plan import CHUNK, Plan
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+L2_EPS = tl.constexpr(1e-6)
+SCALES = tl.constexpr(4)
+MOST_DECAY = tl.constexpr(-64.0)
+"""Lower bound of a token's log2 decay: what is left is below any rounding, and sums keep their precision."""
+
+
+@triton.jit
+def _invert_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr):
+    """Inverse of ``I + a`` for a strictly lower triangular ``a [CHUNK, CHUNK]`` float32, by blocks of 1, 2, 4 … rows:
+    the inverse of ``[[L, 0], [M, N]]`` is ``[[L^-1, 0], [-N^-1 M L^-1, N^-1]]``. Operands are of type ``NARROW``."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
+    for level in tl.static_range(1, 6):
+        below = tl.where(((i ^ j) >> level) == 1, a, 0.0).to(NARROW)
+        narrow = x.to(NARROW)
+        x -= tl.dot(narrow, tl.dot(below, narrow, input_precision=PRECISION).to(NARROW), input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def chunk_kernel(
+    q_ptr,
+    k_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    chunks_ptr,
+    inverse_ptr,
+    scores_ptr,
+    scales_ptr,
+    scale,
+    q_stride,
+    k_stride,
+    a_stride,
+    b_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS_HERE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """``HEADS_HERE`` value heads of one chunk: ``inverse`` and ``scores [N, HEADS, CHUNK, CHUNK]``, and in
+    ``scales [N, HEADS, 4, CHUNK]`` the factors of ``K S^T``, of ``Q S^T``, of the deltas in the update, and the chunk's decay."""
+    head_blocks: tl.constexpr = HEADS // HEADS_HERE
+    chunk = tl.program_id(0) // head_blocks
+    first_head = tl.program_id(0) % head_blocks * HEADS_HERE
+    first_token = tl.load(chunks_ptr + 2 * chunk)
+    tokens = tl.load(chunks_ptr + 2 * chunk + 1)
+
+    i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    inside = i < tokens
+    rows = (first_token + i).to(tl.int64)
+    key_head = first_head // GROUP * DK
+    mask = inside[:, None] & (d < DK)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * q_stride + (key_head + d)[None, :], mask=mask, other=0.0)
+    k = tl.load(k_ptr + rows[:, None] * k_stride + (key_head + d)[None, :], mask=mask, other=0.0)
+    q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
+    q_norm = tl.rsqrt(tl.sum(q_wide * q_wide, axis=1) + L2_EPS) * scale
+    k_norm = tl.rsqrt(tl.sum(k_wide * k_wide, axis=1) + L2_EPS)
+    keys = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
+    queries = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
+
+    square = i[:, None] * CHUNK + i[None, :]
+    for h in range(HEADS_HERE):
+        head = first_head + h
+        step = tl.load(a_ptr + rows * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+        step += tl.load(dt_bias_ptr + head).to(tl.float32)
+        step = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
+        rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * LOG2_E
+        decay = tl.cumsum(tl.where(inside, tl.maximum(-rate * step, MOST_DECAY), 0.0), 0)
+        whole = tl.min(decay, axis=0)
+        beta = tl.load(b_ptr + rows * b_stride + head, mask=inside, other=0.0).to(tl.float32)
+        beta = tl.where(inside, tl.sigmoid(beta), 0.0)
+
+        between = decay[:, None] - decay[None, :]
+        between = tl.exp2(tl.where(i[:, None] >= i[None, :], tl.minimum(between, 0.0), float("-inf")))
+        place = chunk.to(tl.int64) * HEADS + head
+        scores = place * (CHUNK * CHUNK) + square
+        tl.store(scores_ptr + scores, (queries * between).to(scores_ptr.dtype.element_ty))
+        coupling = tl.where(i[:, None] > i[None, :], keys * between * beta[:, None], 0.0)
+        inverse = _invert_unit_lower(coupling, CHUNK, PRECISION, NARROW) * beta[None, :]
+        tl.store(inverse_ptr + scores, inverse.to(inverse_ptr.dtype.element_ty))
+        factors = scales_ptr + place * (SCALES * CHUNK)
+        reached = tl.exp2(decay)
+        tl.store(factors + i, reached * k_norm)
+        tl.store(factors + CHUNK + i, reached * q_norm)
+        tl.store(factors + 2 * CHUNK + i, tl.exp2(tl.minimum(whole - decay, 0.0)) * k_norm)
+        tl.store(factors + 3 * CHUNK, tl.exp2(whole))
+
+
+@triton.jit
+def scan_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    inverse_ptr,
+    scores_ptr,
+    scales_ptr,
+    state_ptr,
+    slots_ptr,
+    starts_ptr,
+    pieces_ptr,
+    out_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    state_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``BLOCK_V`` rows of one head's state through all chunks of one piece."""
+    blocks: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // blocks
+    offs_v = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = pieces_ptr + 4 * tl.program_id(1)
+    piece = tl.load(row)
+    first_token, tokens, first_chunk = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    slot = tl.load(slots_ptr + piece).to(tl.int64)
+    i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    element = v_ptr.dtype.element_ty
+
+    state_base = state_ptr + tl.maximum(slot, 0) * state_stride + head * (DV * DK)
+    state_tile = offs_v[:, None] * DK + d[None, :]
+    held = (offs_v < DV)[:, None] & (d < DK)[None, :]
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if slot >= 0:
+        if tl.load(starts_ptr + piece) > 0:
+            state = tl.load(state_base + state_tile, mask=held, other=0.0)
+
+    token = first_token.to(tl.int64)
+    q_base = q_ptr + token * q_stride + head // GROUP * DK
+    k_base = k_ptr + token * k_stride + head // GROUP * DK
+    v_base = v_ptr + token * v_stride + head * DV
+    out_base = out_ptr + token * (HEADS * DV) + head * DV
+    place = first_chunk.to(tl.int64) * HEADS + head
+    inverse_base, scores_base = inverse_ptr + place * (CHUNK * CHUNK), scores_ptr + place * (CHUNK * CHUNK)
+    scales_base = scales_ptr + place * (SCALES * CHUNK)
+    square = i[:, None] * CHUNK + i[None, :]
+    for chunk in range(0, tl.cdiv(tokens, CHUNK)):
+        inside = i < tokens - chunk * CHUNK
+        mask = inside[:, None] & (d < DK)[None, :]
+        seen = (offs_v < DV)[:, None] & inside[None, :]
+        k = tl.load(k_base + i[:, None] * k_stride + d[None, :], mask=mask, other=0.0)
+        v = tl.load(v_base + i[None, :] * v_stride + offs_v[:, None], mask=seen, other=0.0)
+        inverse = tl.load(inverse_base + square)
+        q = tl.load(q_base + i[:, None] * q_stride + d[None, :], mask=mask, other=0.0)
+        scores = tl.load(scores_base + square)
+        of_keys, of_queries = tl.load(scales_base + i), tl.load(scales_base + CHUNK + i)
+        of_deltas, left = tl.load(scales_base + 2 * CHUNK + i), tl.load(scales_base + 3 * CHUNK)
+
+        narrow = state.to(element)
+        known = tl.dot(narrow, tl.trans(k), input_precision=PRECISION)
+        surprise = v.to(tl.float32) - known * of_keys[None, :]
+        deltas = tl.dot(surprise.to(element), tl.trans(inverse), input_precision=PRECISION)
+        state = tl.dot((deltas * of_deltas[None, :]).to(element), k, acc=state * left, input_precision=PRECISION)
+        out = tl.dot(narrow, tl.trans(q), input_precision=PRECISION) * of_queries[None, :]
+        out = tl.dot(deltas.to(element), tl.trans(scores), acc=out, input_precision=PRECISION)
+        tl.store(out_base + i[None, :] * (HEADS * DV) + offs_v[:, None], out.to(element), mask=seen)
+
+        q_base += CHUNK * q_stride
+        k_base += CHUNK * k_stride
+        v_base += CHUNK * v_stride
+        out_base += CHUNK * HEADS * DV
+        inverse_base += HEADS * CHUNK * CHUNK
+        scores_base += HEADS * CHUNK * CHUNK
+        scales_base += HEADS * SCALES * CHUNK
+    if slot >= 0:
+        tl.store(state_base + state_tile, state, mask=held)
+
+
+def gdn_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    rec_state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    plan: Plan,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """As :func:`freetoken.kernels.gdn_prefill.reference.gdn_prefill`.
+
+    Heads lie side by side inside a token (``stride(1)`` is the head width); rows may be strided; a slot of ``rec_state`` is contiguous.
+    Between the kernels ``N * Hv * 64`` (N chunks) rows of 64 inverses and of 64 scores lie in the type of ``v``, as large as
+    ``T`` tokens of keys and of values at a width of 64.
+    """
+    tokens, heads, dv = v.shape
+    dk, group = k.shape[2], heads // k.shape[1]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    count = plan.chunks.shape[0]
+    if count == 0:
+        return out
+    if config is None:
+        config = pick_config(dk, dv, group, v.dtype, launch.capability(v.device) or (9, 0))
+    inverse, scores = (v.new_empty(count, heads, CHUNK, CHUNK) for _ in range(2))
+    scales = v.new_empty(count, heads, SCALES.value, CHUNK, dtype=torch.float32)
+    full = v.dtype == torch.float32
+    shared = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
+    shared |= {"PRECISION": "tf32x3" if full else "tf32"}
+    chunk_kernel[(count * (heads // config.heads),)](
+        q,
+        k,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        plan.chunks,
+        inverse,
+        scores,
+        scales,
+        dk**-0.5,
+        q.stride(0),
+        k.stride(0),
+        a.stride(0),
+        b.stride(0),
+        HEADS_HERE=config.heads,
+        NARROW=tl.float32 if full else tl.float16,
+        num_warps=config.chunk_warps,
+        enable_fp_fusion=True,
+        **shared,
+    )
+    scan_kernel[(heads * -(-dv // config.block_v), plan.pieces.shape[0])](
+        q,
+        k,
+        v,
+        inverse,
+        scores,
+        scales,
+        rec_state,
+        slots,
+        starts,
+        plan.pieces,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        rec_state.stride(0),
+        DV=dv,
+        BLOCK_V=config.block_v,
+        num_warps=config.scan_warps,
+        num_stages=config.scan_stages,
+        enable_fp_fusion=True,
+        **shared,
+    )
+    return out
+
+
+@triton.jit
+def gated_norm_kernel(
+    o_ptr, z_ptr, weight_ptr, out_ptr, eps, rows, z_stride, HEADS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_ROWS`` heads of ``rows`` in all; ``o`` and ``out`` are contiguous, tokens of ``z`` lie ``z_stride`` apart."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    d = tl.arange(0, BLOCK_V)
+    mask = (row < rows)[:, None] & (d < DV)[None, :]
+    o = tl.load(o_ptr + row[:, None] * DV + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    z_offset = row // HEADS * z_stride + row % HEADS * DV
+    z = tl.load(z_ptr + z_offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=d < DV, other=0.0).to(tl.float32)
+    element = out_ptr.dtype.element_ty
+    normal = (o * tl.rsqrt(tl.sum(o * o, axis=1) / DV + eps)[:, None]).to(element).to(tl.float32)
+    scaled = (normal * weight[None, :]).to(element).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * DV + d[None, :], (scaled * z * tl.sigmoid(z)).to(element), mask=mask)
+
+
+def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As :func:`freetoken.kernels.gdn_prefill.reference.gated_norm`; ``o`` contiguous."""
+    tokens, heads, dv = o.shape
+    out = o.new_empty(tokens, heads * dv)
+    if tokens > 0:
+        rows, block = tokens * heads, block_of(dv)
+        block_rows = max(1, 4096 // block)
+        gated_norm_kernel[(triton.cdiv(rows, block_rows),)](
+            o, z, weight, out, eps, rows, z.stride(0), HEADS=heads, DV=dv, BLOCK_ROWS=block_rows, BLOCK_V=block,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
