@@ -25,31 +25,26 @@ def block_of(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def pick_config(dk: int, dv: int, group: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
-    """Choose by head widths, value heads per key head, element type and compute capability.
+def pick_config(dk: int, dv: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
+    """Choose by head widths, element type and compute capability.
 
-    The state of a program, ``block_v`` by ``dk`` float32, stays in registers, 16 rows or more a warp; Hopper's matrix
-    instructions want 64 rows and four warps. The loads in flight stay below 227 KiB of shared memory on Hopper, 163 KiB on Ampere,
-    99 KiB elsewhere.
+    The state of a program, ``block_v`` by ``dk`` float32, stays in registers. Hopper's matrix instructions want 64 of its rows and four
+    warps; elsewhere a warp takes fewer. The loads in flight stay below 163 KiB of shared memory on Hopper, 99 KiB elsewhere.
     """
-    wide_keys = block_of(dk) > 128
-    if dtype == torch.float32 or wide_keys:
-        return PrefillConfig(1, 8 if dtype == torch.float32 else 4, 16, 4 if dtype == torch.float32 else 2, 1)
+    if dtype == torch.float32 or block_of(dk) > 128:
+        return PrefillConfig(1, 8, 16, 8, 1)
     rows = min(64, block_of(dv))
-    if capability[0] == 9:
-        return PrefillConfig(group, 4, rows, 4, 3)
-    if capability == (8, 0):
-        return PrefillConfig(group, 4, rows, rows // 16, 2)
-    return PrefillConfig(group, 4, rows, rows // 16, 1)
+    if capability[0] == 9 and rows == 64:
+        return PrefillConfig(1, 4, rows, 4, 3)
+    return PrefillConfig(1, 4, rows, rows // 8, 2)
 
 
 def candidates(dv: int, group: int) -> list[PrefillConfig]:
-    """Variants worth timing for 16-bit inputs and key heads of up to 128; those that need too much shared memory fail to launch."""
-    found = []
-    for heads in sorted({1, group}):
-        for chunk_warps in (4, 8):
-            found.append(PrefillConfig(heads, chunk_warps, min(64, block_of(dv)), 4, 3))
-    for block_v, warps in ((16, 1), (32, 2), (64, 4), (128, 8)):
+    """Variants worth timing on a GPU for 16-bit inputs and key heads of up to 128: first those of the chunk kernel, then those of the
+    scan. One that needs more shared memory than there is fails to launch."""
+    rows = min(64, block_of(dv))
+    found = [PrefillConfig(heads, warps, rows, 4, 3) for heads in (1, group) for warps in (4, 8)]
+    for block_v, warps in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)):
         if block_v <= block_of(dv):
-            found += [PrefillConfig(group, 4, block_v, warps, stages) for stages in (1, 2, 3, 4)]
+            found += [PrefillConfig(1, 4, block_v, warps, stages) for stages in (1, 2, 3, 4)]
     return list(dict.fromkeys(found))

@@ -1,6 +1,6 @@
-"""The chunked gated delta rule as two kernels, and the gated norm.
+"""The chunked gated delta rule as three kernels, and the gated norm.
 
-``chunk_kernel`` does, for all chunks at once, what needs no state: gates, norms, ``K K^T``, ``Q K^T`` and the inverse of the
+``gate_kernel`` and ``chunk_kernel`` do, for all chunks at once, what needs no state: gates, then norms, ``K K^T``, ``Q K^T`` and the inverse of the
 triangular system that couples the tokens of a chunk. ``scan_kernel`` then walks each piece chunk by chunk with the state in
 registers; rows of the state (value dimensions) never meet, so blocks of them are programs of their own. It works on transposed
 chunks: the state and all that follows from it are left operands, which the matrix instructions take from registers.
@@ -28,20 +28,75 @@ from freetoken.kernels.gdn_prefill.plan import CHUNK, Plan
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_EPS = tl.constexpr(1e-6)
 SCALES = tl.constexpr(4)
+GATE_HEADS = 16
 MOST_DECAY = tl.constexpr(-64.0)
 """Lower bound of a token's log2 decay: what is left is below any rounding, and sums keep their precision."""
 
 
 @triton.jit
-def _invert_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr):
-    """Inverse of ``I + a`` for a strictly lower triangular ``a [CHUNK, CHUNK]`` float32, by blocks of 1, 2, 4 … rows:
-    the inverse of ``[[L, 0], [M, N]]`` is ``[[L^-1, 0], [-N^-1 M L^-1, N^-1]]``. Operands are of type ``NARROW``."""
+def gate_kernel(
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    chunks_ptr,
+    gates_ptr,
+    a_stride,
+    b_stride,
+    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``gates [N, HEADS, 2, CHUNK]`` float32 of one chunk: the log2 decay summed from its first token, and beta. Past the last token
+    the sum stays and beta is 0."""
+    chunk = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    i = tl.arange(0, CHUNK)
+    token = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    inside = (i < tl.load(chunks_ptr + 2 * chunk + 1))[:, None] & (head < HEADS)[None, :]
+    dt_bias = tl.load(dt_bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)) * LOG2_E
+    a_tile = a_ptr + token * a_stride + i[:, None] * a_stride + head[None, :]
+    step = tl.load(a_tile, mask=inside, other=0.0).to(tl.float32) + dt_bias[None, :]
+    step = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
+    decay = tl.cumsum(tl.where(inside, tl.maximum(-rate[None, :] * step, MOST_DECAY), 0.0), 0)
+    b_tile = b_ptr + token * b_stride + i[:, None] * b_stride + head[None, :]
+    beta = tl.where(inside, tl.sigmoid(tl.load(b_tile, mask=inside, other=0.0).to(tl.float32)), 0.0)
+    gates = gates_ptr + chunk.to(tl.int64) * (HEADS * 2 * CHUNK) + head[None, :] * (2 * CHUNK) + i[:, None]
+    tl.store(gates, decay, mask=(head < HEADS)[None, :])
+    tl.store(gates + CHUNK, beta, mask=(head < HEADS)[None, :])
+
+
+@triton.jit
+def _inside_tile(rows, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``rows & (columns < WIDTH)``; the rows alone where the block is no wider than ``WIDTH``."""
+    return rows if WIDTH % BLOCK == 0 else rows & (columns < WIDTH)
+
+
+@triton.jit
+def _inverse_norm(x):
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1) + L2_EPS)
+
+
+@triton.jit
+def _below(a, LEVEL: tl.constexpr, CHUNK: tl.constexpr):
+    """The elements of ``a [CHUNK, CHUNK]`` in the lower left quarters of the diagonal blocks of ``2 << LEVEL`` rows; else 0."""
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    x = tl.where(i == j, 1.0, 0.0) - tl.where((i ^ j) == 1, a, 0.0)
+    first = i >> (LEVEL + 1) << (LEVEL + 1)
+    return tl.where((j >= first) & (j < first + (i & (1 << LEVEL))), a, 0.0)
+
+
+@triton.jit
+def _invert_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr):
+    """Inverse of ``I`` plus the part of ``a [CHUNK, CHUNK]`` float32 below the diagonal, by blocks of 1, 2, 4 … rows: the inverse of
+    ``[[L, 0], [M, N]]`` is ``[[L^-1, 0], [-N^-1 M L^-1, N^-1]]``. Operands are of type ``NARROW``."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    x = tl.where(i == j, 1.0, -_below(a, 0, CHUNK))
     for level in tl.static_range(1, 6):
-        below = tl.where(((i ^ j) >> level) == 1, a, 0.0).to(NARROW)
         narrow = x.to(NARROW)
-        x -= tl.dot(narrow, tl.dot(below, narrow, input_precision=PRECISION).to(NARROW), input_precision=PRECISION)
+        product = tl.dot(_below(a, level, CHUNK).to(NARROW), narrow, input_precision=PRECISION)
+        x -= tl.dot(narrow, product.to(NARROW), input_precision=PRECISION)
     return x
 
 
@@ -49,19 +104,14 @@ def _invert_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr, NARROW: 
 def chunk_kernel(
     q_ptr,
     k_ptr,
-    a_ptr,
-    b_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
+    gates_ptr,
     chunks_ptr,
     inverse_ptr,
     scores_ptr,
     scales_ptr,
     scale,
-    q_stride,
-    k_stride,
-    a_stride,
-    b_stride,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -81,42 +131,32 @@ def chunk_kernel(
 
     i, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     inside = i < tokens
-    rows = (first_token + i).to(tl.int64)
+    token = first_token.to(tl.int64)
     key_head = first_head // GROUP * DK
-    mask = inside[:, None] & (d < DK)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * q_stride + (key_head + d)[None, :], mask=mask, other=0.0)
-    k = tl.load(k_ptr + rows[:, None] * k_stride + (key_head + d)[None, :], mask=mask, other=0.0)
-    q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(q_wide * q_wide, axis=1) + L2_EPS) * scale
-    k_norm = tl.rsqrt(tl.sum(k_wide * k_wide, axis=1) + L2_EPS)
+    mask = _inside_tile(inside[:, None], d[None, :], DK, BLOCK_K)
+    q = tl.load(q_ptr + token * Q_STRIDE + key_head + i[:, None] * Q_STRIDE + d[None, :], mask=mask, other=0.0)
+    k = tl.load(k_ptr + token * K_STRIDE + key_head + i[:, None] * K_STRIDE + d[None, :], mask=mask, other=0.0)
+    q_norm = _inverse_norm(q) * scale
+    k_norm = _inverse_norm(k)
     keys = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
     queries = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
 
     square = i[:, None] * CHUNK + i[None, :]
     for h in range(HEADS_HERE):
-        head = first_head + h
-        step = tl.load(a_ptr + rows * a_stride + head, mask=inside, other=0.0).to(tl.float32)
-        step += tl.load(dt_bias_ptr + head).to(tl.float32)
-        step = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
-        rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * LOG2_E
-        decay = tl.cumsum(tl.where(inside, tl.maximum(-rate * step, MOST_DECAY), 0.0), 0)
+        place = chunk.to(tl.int64) * HEADS + first_head + h
+        decay = tl.load(gates_ptr + place * (2 * CHUNK) + i)
+        beta = tl.load(gates_ptr + place * (2 * CHUNK) + CHUNK + i)
+        between = tl.exp2(tl.minimum(decay[:, None] - decay[None, :], 0.0))
+        scores = tl.where(i[:, None] >= i[None, :], queries * between, 0.0)
+        tl.store(scores_ptr + place * (CHUNK * CHUNK) + square, scores.to(scores_ptr.dtype.element_ty))
+        inverse = _invert_unit_lower(keys * between * beta[:, None], CHUNK, PRECISION, NARROW) * beta[None, :]
+        tl.store(inverse_ptr + place * (CHUNK * CHUNK) + square, inverse.to(inverse_ptr.dtype.element_ty))
         whole = tl.min(decay, axis=0)
-        beta = tl.load(b_ptr + rows * b_stride + head, mask=inside, other=0.0).to(tl.float32)
-        beta = tl.where(inside, tl.sigmoid(beta), 0.0)
-
-        between = decay[:, None] - decay[None, :]
-        between = tl.exp2(tl.where(i[:, None] >= i[None, :], tl.minimum(between, 0.0), float("-inf")))
-        place = chunk.to(tl.int64) * HEADS + head
-        scores = place * (CHUNK * CHUNK) + square
-        tl.store(scores_ptr + scores, (queries * between).to(scores_ptr.dtype.element_ty))
-        coupling = tl.where(i[:, None] > i[None, :], keys * between * beta[:, None], 0.0)
-        inverse = _invert_unit_lower(coupling, CHUNK, PRECISION, NARROW) * beta[None, :]
-        tl.store(inverse_ptr + scores, inverse.to(inverse_ptr.dtype.element_ty))
+        reached, left = tl.exp2(decay), tl.exp2(tl.minimum(whole - decay, 0.0))
         factors = scales_ptr + place * (SCALES * CHUNK)
-        reached = tl.exp2(decay)
         tl.store(factors + i, reached * k_norm)
         tl.store(factors + CHUNK + i, reached * q_norm)
-        tl.store(factors + 2 * CHUNK + i, tl.exp2(tl.minimum(whole - decay, 0.0)) * k_norm)
+        tl.store(factors + 2 * CHUNK + i, left * k_norm)
         tl.store(factors + 3 * CHUNK, tl.exp2(whole))
 
 
@@ -133,10 +173,10 @@ def scan_kernel(
     starts_ptr,
     pieces_ptr,
     out_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
     state_stride,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
@@ -166,9 +206,9 @@ def scan_kernel(
             state = tl.load(state_base + state_tile, mask=held, other=0.0)
 
     token = first_token.to(tl.int64)
-    q_base = q_ptr + token * q_stride + head // GROUP * DK
-    k_base = k_ptr + token * k_stride + head // GROUP * DK
-    v_base = v_ptr + token * v_stride + head * DV
+    q_base = q_ptr + token * Q_STRIDE + head // GROUP * DK
+    k_base = k_ptr + token * K_STRIDE + head // GROUP * DK
+    v_base = v_ptr + token * V_STRIDE + head * DV
     out_base = out_ptr + token * (HEADS * DV) + head * DV
     place = first_chunk.to(tl.int64) * HEADS + head
     inverse_base, scores_base = inverse_ptr + place * (CHUNK * CHUNK), scores_ptr + place * (CHUNK * CHUNK)
@@ -176,28 +216,28 @@ def scan_kernel(
     square = i[:, None] * CHUNK + i[None, :]
     for chunk in range(0, tl.cdiv(tokens, CHUNK)):
         inside = i < tokens - chunk * CHUNK
-        mask = inside[:, None] & (d < DK)[None, :]
-        seen = (offs_v < DV)[:, None] & inside[None, :]
-        k = tl.load(k_base + i[:, None] * k_stride + d[None, :], mask=mask, other=0.0)
-        v = tl.load(v_base + i[None, :] * v_stride + offs_v[:, None], mask=seen, other=0.0)
+        mask = _inside_tile(inside[:, None], d[None, :], DK, BLOCK_K)
+        seen = _inside_tile(inside[None, :], offs_v[:, None], DV, BLOCK_V)
+        k = tl.load(k_base + i[:, None] * K_STRIDE + d[None, :], mask=mask, other=0.0)
+        q = tl.load(q_base + i[:, None] * Q_STRIDE + d[None, :], mask=mask, other=0.0)
+        v = tl.load(v_base + i[None, :] * V_STRIDE + offs_v[:, None], mask=seen, other=0.0)
         inverse = tl.load(inverse_base + square)
-        q = tl.load(q_base + i[:, None] * q_stride + d[None, :], mask=mask, other=0.0)
         scores = tl.load(scores_base + square)
-        of_keys, of_queries = tl.load(scales_base + i), tl.load(scales_base + CHUNK + i)
-        of_deltas, left = tl.load(scales_base + 2 * CHUNK + i), tl.load(scales_base + 3 * CHUNK)
 
         narrow = state.to(element)
-        known = tl.dot(narrow, tl.trans(k), input_precision=PRECISION)
-        surprise = v.to(tl.float32) - known * of_keys[None, :]
-        deltas = tl.dot(surprise.to(element), tl.trans(inverse), input_precision=PRECISION)
-        state = tl.dot((deltas * of_deltas[None, :]).to(element), k, acc=state * left, input_precision=PRECISION)
-        out = tl.dot(narrow, tl.trans(q), input_precision=PRECISION) * of_queries[None, :]
+        known = tl.dot(narrow, tl.trans(k), input_precision=PRECISION) * tl.load(scales_base + i)[None, :]
+        out = tl.dot(narrow, tl.trans(q), input_precision=PRECISION) * tl.load(scales_base + CHUNK + i)[None, :]
+        surprise = (v.to(tl.float32) - known).to(element)
+        deltas = tl.dot(surprise, tl.trans(inverse), input_precision=PRECISION)
         out = tl.dot(deltas.to(element), tl.trans(scores), acc=out, input_precision=PRECISION)
         tl.store(out_base + i[None, :] * (HEADS * DV) + offs_v[:, None], out.to(element), mask=seen)
+        deltas = (deltas * tl.load(scales_base + 2 * CHUNK + i)[None, :]).to(element)
+        state *= tl.load(scales_base + 3 * CHUNK)
+        state = tl.dot(deltas, k, acc=state, input_precision=PRECISION)
 
-        q_base += CHUNK * q_stride
-        k_base += CHUNK * k_stride
-        v_base += CHUNK * v_stride
+        q_base += CHUNK * Q_STRIDE
+        k_base += CHUNK * K_STRIDE
+        v_base += CHUNK * V_STRIDE
         out_base += CHUNK * HEADS * DV
         inverse_base += HEADS * CHUNK * CHUNK
         scores_base += HEADS * CHUNK * CHUNK
@@ -233,31 +273,41 @@ def gdn_prefill(
     if count == 0:
         return out
     if config is None:
-        config = pick_config(dk, dv, group, v.dtype, launch.capability(v.device) or (9, 0))
+        config = pick_config(dk, dv, v.dtype, launch.capability(v.device) or (9, 0))
     inverse, scores = (v.new_empty(count, heads, CHUNK, CHUNK) for _ in range(2))
     scales = v.new_empty(count, heads, SCALES.value, CHUNK, dtype=torch.float32)
     full = v.dtype == torch.float32
     shared = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
-    shared |= {"PRECISION": "tf32x3" if full else "tf32"}
-    chunk_kernel[(count * (heads // config.heads),)](
-        q,
-        k,
+    shared |= {"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "PRECISION": "tf32x3" if full else "tf32"}
+    gates = scales.new_empty(count, heads, 2, CHUNK)
+    gate_kernel[(count, triton.cdiv(heads, GATE_HEADS))](
         a,
         b,
         A_log,
         dt_bias,
         plan.chunks,
+        gates,
+        a.stride(0),
+        b.stride(0),
+        HEADS=heads,
+        BLOCK_HEADS=GATE_HEADS,
+        CHUNK=CHUNK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    chunk_kernel[(count * (heads // config.heads),)](
+        q,
+        k,
+        gates,
+        plan.chunks,
         inverse,
         scores,
         scales,
         dk**-0.5,
-        q.stride(0),
-        k.stride(0),
-        a.stride(0),
-        b.stride(0),
         HEADS_HERE=config.heads,
         NARROW=tl.float32 if full else tl.float16,
         num_warps=config.chunk_warps,
+        num_stages=1,
         enable_fp_fusion=True,
         **shared,
     )
@@ -273,10 +323,8 @@ def gdn_prefill(
         starts,
         plan.pieces,
         out,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
         rec_state.stride(0),
+        V_STRIDE=v.stride(0),
         DV=dv,
         BLOCK_V=config.block_v,
         num_warps=config.scan_warps,
