@@ -24,7 +24,13 @@ def _cases(arch: int, element: str, dk: int = WIDTH, dv: int = WIDTH) -> list[Ke
     values |= strides
     values["PRECISION"] = "tf32x3" if full else "tf32"
     names = ("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "inverse_ptr", "scores_ptr", "out_ptr")
-    types = {**dict.fromkeys(names, f"*{element}"), "scales_ptr": "*fp32", "gates_ptr": "*fp32", "state_ptr": "*fp32", "scale": "fp32"}
+    types = {
+        **dict.fromkeys(names, f"*{element}"),
+        "scales_ptr": "*fp32",
+        "gates_ptr": "*fp32",
+        "state_ptr": "*fp32",
+        "scale": "fp32",
+    }
     types |= {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32", "chunks_ptr": "*i32", "pieces_ptr": "*i32"}
     types |= {"slots_ptr": "*i64", "starts_ptr": "*i32", "state_stride": "i64"}
     only = {"first_arch": arch, "last_arch": arch}
@@ -50,7 +56,7 @@ def _cases(arch: int, element: str, dk: int = WIDTH, dv: int = WIDTH) -> list[Ke
 
 
 NORM = KernelCase(
-    "gdn gated norm",
+    "gdn gated norm bf16",
     f"{MODULE}:gated_norm_kernel",
     {
         **dict.fromkeys(("o_ptr", "z_ptr", "weight_ptr", "out_ptr"), "*bf16"),
@@ -60,8 +66,21 @@ NORM = KernelCase(
     {"HEADS": HEADS, "DV": WIDTH, "BLOCK_ROWS": 32, "BLOCK_V": WIDTH},
     {"num_warps": 4},
 )
+GATE = KernelCase(
+    "gdn gate bf16",
+    f"{MODULE}:gate_kernel",
+    {
+        **dict.fromkeys(("a_ptr", "b_ptr"), "*bf16"),
+        **dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "gates_ptr"), "*fp32"),
+        "chunks_ptr": "*i32",
+        **dict.fromkeys(("a_stride", "b_stride"), "i32"),
+    },
+    {"HEADS": HEADS, "BLOCK_HEADS": 16, "CHUNK": CHUNK},
+    {"num_warps": 4},
+)
 CASES = [
     NORM,
+    GATE,
     *(case for arch in ARCHITECTURES for case in _cases(arch, "bf16")),
     *_cases(90, "fp32"),
     *_cases(80, "fp16", 256, 64),

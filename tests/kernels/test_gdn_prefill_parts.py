@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,7 +42,11 @@ def test_tables_name_every_token_once(lengths: list[int]) -> None:
     if not filled:
         assert plan.fla is None
         return
-    assert plan.fla.cu_seqlens.tolist() == plan.fla.cu_seqlens_cpu.tolist() == [sum(filled[:i]) for i in range(len(filled) + 1)]
+    assert (
+        plan.fla.cu_seqlens.tolist()
+        == plan.fla.cu_seqlens_cpu.tolist()
+        == [sum(filled[:i]) for i in range(len(filled) + 1)]
+    )
     assert plan.fla.chunk_indices.tolist() == [[i, c] for i, n in enumerate(filled) for c in range(-(-n // 64))]
     assert (plan.fla.pieces is None) == (len(filled) == len(lengths))
 
@@ -128,7 +133,7 @@ def fake_fla(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         wide = reference.prepare(q[0], k[0], v[0], g[0], beta[0], kwargs["A_log"], kwargs["dt_bias"])
         out, states = torch.empty_like(v), torch.empty_like(initial_state)
         ends = module.calls[-1]
-        for i, (first, last) in enumerate(zip(ends, ends[1:])):
+        for i, (first, last) in enumerate(pairwise(ends)):
             o, states[i] = reference.delta_rule_tokens(*(x[:, first:last] for x in wide), initial_state[i])
             out[0, first:last] = o.transpose(0, 1)
         return out, states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ class GdnPrefill:
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self._rule = reference.gdn_prefill
+        self._rule: Callable[..., torch.Tensor] = reference.gdn_prefill
         self._norm = reference.gated_norm
         if choice.impl == "fla":
             from freetoken.kernels.gdn_prefill import fla

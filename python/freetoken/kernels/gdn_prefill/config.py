@@ -36,7 +36,7 @@ def pick_config(dk: int, dv: int, dtype: torch.dtype, capability: tuple[int, int
     rows = min(64, block_of(dv))
     if capability[0] == 9 and rows == 64:
         return PrefillConfig(1, 4, rows, 4, 3)
-    return PrefillConfig(1, 4, rows, rows // 8, 2)
+    return PrefillConfig(1, 8, rows, rows // 8, 2)
 
 
 def candidates(dv: int, group: int) -> list[PrefillConfig]:

@@ -65,9 +65,9 @@ def make_plan(lengths: Sequence[int], device: torch.device | str, *, fla: bool =
     rows = np.stack([np.arange(len(sizes)), np.cumsum(sizes) - sizes, sizes, np.cumsum(counts) - counts], axis=1)
     pieces = rows[np.argsort(-sizes, kind="stable")]
     pieces = pieces[pieces[:, 2] > 0]
-    on_device = _upload([chunks.astype(np.int32), pieces.astype(np.int32)], device)
+    chunk_rows, piece_rows = _upload([chunks.astype(np.int32), pieces.astype(np.int32)], device)
     tables = _fla_tables(sizes, table, device) if fla and len(pieces) else None
-    return Plan(tuple(int(size) for size in sizes), int(sizes.sum()), *on_device, tables)
+    return Plan(tuple(int(size) for size in sizes), int(sizes.sum()), chunk_rows, piece_rows, tables)
 
 
 def _fla_tables(sizes: np.ndarray, table: np.ndarray, device: torch.device | str) -> FlaTables:

@@ -11,6 +11,7 @@ Arithmetic is float32 (float64 for float64 inputs). ``gated_norm`` is the RMSNor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -112,7 +113,7 @@ def gdn_prefill(
     and leaves its last state there. A piece with slot −1 starts from zero and leaves no state; an empty piece leaves the state
     alone. Reads ``slots`` and ``starts`` on the host.
     """
-    rule = delta_rule_chunks if chunked else delta_rule_tokens
+    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = delta_rule_chunks if chunked else delta_rule_tokens
     wide = prepare(q, k, v, a, b, A_log, dt_bias)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     ends = list(accumulate(plan.lengths))

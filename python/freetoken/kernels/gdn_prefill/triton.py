@@ -17,6 +17,8 @@ No exponent is above 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -201,9 +203,8 @@ def scan_kernel(
     state_tile = offs_v[:, None] * DK + d[None, :]
     held = (offs_v < DV)[:, None] & (d < DK)[None, :]
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-    if slot >= 0:
-        if tl.load(starts_ptr + piece) > 0:
-            state = tl.load(state_base + state_tile, mask=held, other=0.0)
+    if (slot >= 0) & (tl.load(starts_ptr + piece) > 0):
+        state = tl.load(state_base + state_tile, mask=held, other=0.0)
 
     token = first_token.to(tl.int64)
     q_base = q_ptr + token * Q_STRIDE + head // GROUP * DK
@@ -214,7 +215,7 @@ def scan_kernel(
     inverse_base, scores_base = inverse_ptr + place * (CHUNK * CHUNK), scores_ptr + place * (CHUNK * CHUNK)
     scales_base = scales_ptr + place * (SCALES * CHUNK)
     square = i[:, None] * CHUNK + i[None, :]
-    for chunk in range(0, tl.cdiv(tokens, CHUNK)):
+    for chunk in range(tl.cdiv(tokens, CHUNK)):
         inside = i < tokens - chunk * CHUNK
         mask = _inside_tile(inside[:, None], d[None, :], DK, BLOCK_K)
         seen = _inside_tile(inside[None, :], offs_v[:, None], DV, BLOCK_V)
@@ -262,11 +263,11 @@ def gdn_prefill(
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.gdn_prefill.reference.gdn_prefill`.
 
-    Heads lie side by side inside a token (``stride(1)`` is the head width); rows may be strided; a slot of ``rec_state`` is contiguous.
-    Between the kernels ``N * Hv * 64`` (N chunks) rows of 64 inverses and of 64 scores lie in the type of ``v``, as large as
-    ``T`` tokens of keys and of values at a width of 64.
+    Heads lie side by side inside a token, tokens may lie further apart (a new stride compiles anew);
+    a slot of ``rec_state`` is contiguous. ``config`` replaces the settings chosen for the device. Scratch memory: for each chunk and value
+    head two 64 x 64 matrices in the type of ``v`` and 1.5 KiB, in 16 bits 108 MB for 8,192 tokens of 48 heads.
     """
-    tokens, heads, dv = v.shape
+    heads, dv = v.shape[1:]
     dk, group = k.shape[2], heads // k.shape[1]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     count = plan.chunks.shape[0]
@@ -277,7 +278,7 @@ def gdn_prefill(
     inverse, scores = (v.new_empty(count, heads, CHUNK, CHUNK) for _ in range(2))
     scales = v.new_empty(count, heads, SCALES.value, CHUNK, dtype=torch.float32)
     full = v.dtype == torch.float32
-    shared = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
+    shared: dict[str, Any] = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
     shared |= {"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "PRECISION": "tf32x3" if full else "tf32"}
     gates = scales.new_empty(count, heads, 2, CHUNK)
     gate_kernel[(count, triton.cdiv(heads, GATE_HEADS))](
