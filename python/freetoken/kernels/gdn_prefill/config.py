@@ -29,13 +29,14 @@ def pick_config(dk: int, dv: int, dtype: torch.dtype, capability: tuple[int, int
     """Choose by head widths, element type and compute capability.
 
     The state of a program, ``block_v`` by ``dk`` float32, stays in registers. Hopper's matrix instructions want 64 of its rows and four
-    warps; elsewhere a warp takes fewer. The loads in flight stay below 163 KiB of shared memory on Hopper, 99 KiB elsewhere.
+    warps; elsewhere a warp takes fewer. Two chunks of loads in flight leave room for two programs in Hopper's shared memory and fit
+    the 99 KiB of the smallest.
     """
     if dtype == torch.float32 or block_of(dk) > 128:
         return PrefillConfig(1, 8, 16, 8, 1)
     rows = min(64, block_of(dv))
     if capability[0] == 9 and rows == 64:
-        return PrefillConfig(1, 4, rows, 4, 3)
+        return PrefillConfig(1, 4, rows, 4, 2)
     return PrefillConfig(1, 8, rows, rows // 8, 2)
 
 
