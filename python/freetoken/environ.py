@@ -37,6 +37,14 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_FUSED_SILU_MUL", "kernel", "1", f"SwiGLU activation: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_SMALL_GEMM", "kernel", "1", f"Dense products of few tokens: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_GDN_FUSED_PREFILL",
+        "kernel",
+        "1",
+        "Gated DeltaNet over prompts and the gated norm after it: `1` fused kernels on CUDA and reference elsewhere, `0` "
+        "flash-linear-attention on CUDA where `fla-core` is installed and reference elsewhere, `check` fused and reference, "
+        "compared on every call.",
+    ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."

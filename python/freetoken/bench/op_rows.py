@@ -1,6 +1,6 @@
 """The table behind ``bench.ops``: for each fused op, how to build inputs and call the kernel and its reference.
 
-Sizes are those of the Qwen3-8B geometry; ``small`` ones let the same rows run in Triton's interpreter.
+Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B; ``small`` ones let the same rows run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Tensors = tuple[torch.Tensor, ...]
 class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
-    ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit.
+    ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
+    geometry of the full sizes.
     """
 
     shape: dict[str, int]
@@ -31,12 +32,13 @@ class Case:
     bytes: float
     flops: float = 0.0
     exact: bool = False
+    model: str = "Qwen3-8B"
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
-    ``prompt`` the length of a prefill."""
+    ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention and the tokens of its prefill."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -48,6 +50,10 @@ class Sizes:
     tokens: tuple[int, ...] = (1, 16, 64, 2048)
     depth: int = 1024
     prompt: int = 2048
+    linear_key_heads: int = 16
+    linear_heads: int = 48
+    linear_width: int = 128
+    linear_prompt: int = 8192
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -62,6 +68,10 @@ SMALL = Sizes(
     tokens=(1, 3),
     depth=37,
     prompt=19,
+    linear_key_heads=1,
+    linear_heads=2,
+    linear_width=16,
+    linear_prompt=68,
     dtype=torch.float32,
 )
 
@@ -269,6 +279,56 @@ def sample(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def _gdn_prefill(device: str, sizes: Sizes, lengths: list[int]) -> Case:
+    from freetoken.kernels.gdn_prefill import GdnPrefill
+    from freetoken.kernels.gdn_prefill.plan import CHUNK
+
+    tokens, width = sum(lengths), sizes.linear_width
+    key_heads, heads = sizes.linear_key_heads, sizes.linear_heads
+    columns = [key_heads * width, key_heads * width, heads * width]
+    conv = torch.nn.functional.silu(_random(device, sizes.dtype, tokens, sum(columns)))
+    q, k, v = (x.unflatten(1, (-1, width)) for x in conv.split(columns, 1))
+    a, b = (_random(device, sizes.dtype, tokens, heads) for _ in range(2))
+    rates, bias = torch.linspace(-4, 2, heads, device=device), torch.ones(heads, device=device)
+    state = torch.zeros(len(lengths), heads, width, width, device=device)
+    slots = torch.arange(len(lengths), device=device)
+    fresh = torch.zeros(len(lengths), dtype=torch.int32, device=device)
+
+    def call(impl: str) -> Callable[[], Tensors]:
+        op = GdnPrefill(_choice("gdn_prefill", impl))
+        plan = op.plan(lengths, device)
+        return lambda: (op(q, k, v, a, b, rates, bias, state, slots, fresh, plan),)
+
+    element = v.element_size()
+    moved = (conv.numel() + v.numel() + 2 * a.numel()) * element + state.numel() * 4
+    per_chunk = heads * (6 * CHUNK * width * width + 4 * CHUNK * CHUNK * width) + key_heads * 4 * CHUNK * CHUNK * width
+    flops = float(per_chunk * sum(-(-length // CHUNK) for length in lengths))
+    shape = {"pieces": len(lengths), "tokens": tokens}
+    return Case(shape, call("triton"), call("reference"), moved, flops, model="Qwen3.5-27B")
+
+
+def gdn_prefill(device: str, sizes: Sizes) -> list[Case]:
+    prompt = sizes.linear_prompt
+    ragged = [prompt // 2, prompt // 4 + 1, prompt - prompt // 2 - prompt // 4 - 1]
+    many = [64] * max(1, prompt // 256)
+    return [_gdn_prefill(device, sizes, lengths) for lengths in ([prompt], [prompt // 4] * 4, ragged, many)]
+
+
+def gdn_norm(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.gdn_prefill import GdnPrefill
+
+    fused, reference = (GdnPrefill(_choice("gdn_prefill", impl)) for impl in ("triton", "reference"))
+    heads, width, tokens = sizes.linear_heads, sizes.linear_width, sizes.linear_prompt
+    o, z = _random(device, sizes.dtype, tokens, heads, width), _random(device, sizes.dtype, tokens, heads * width)
+    weight = _random(device, sizes.dtype, width)
+
+    def call(op: Any) -> Callable[[], Tensors]:
+        return lambda: (op.norm(o, z, weight, 1e-6),)
+
+    moved = 3.0 * o.numel() * o.element_size()
+    return [Case({"tokens": tokens}, call(fused), call(reference), moved, model="Qwen3.5-27B")]
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -277,4 +337,6 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "attn_decode": attn_decode,
     "attn_prefill": attn_prefill,
     "sample": sample,
+    "gdn_prefill": gdn_prefill,
+    "gdn_norm": gdn_norm,
 }

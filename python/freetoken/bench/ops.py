@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 GRAPH_CALLS = 20
 REPLAYS = 30
-NAMES = ("rms_norm", "rope_kv", "silu_mul", "small_gemm", "attn_decode", "attn_prefill", "sample")
+NAMES = (
+    "rms_norm",
+    "rope_kv",
+    "silu_mul",
+    "small_gemm",
+    "attn_decode",
+    "attn_prefill",
+    "sample",
+    "gdn_prefill",
+    "gdn_norm",
+)
 
 
 class OpCheckError(FreetokenError):
@@ -76,7 +86,7 @@ def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float
     bound_us = max(case.bytes / bandwidth, case.flops / rate) * 1e6
     return figures.figure(
         f"op {name}",
-        model="random inputs, Qwen3-8B geometry",
+        model=f"random inputs, {case.model} geometry",
         device="cuda",
         **case.shape,
         us=us,

@@ -10,8 +10,8 @@ from freetoken.environ import KernelMode
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision for one op: ``impl`` is ``reference``, ``host`` (a faster form for the CPU), ``triton``, ``sgl_kernel`` or
-    ``check``; ``why`` one clause."""
+    """The decision for one op: ``impl`` is ``reference``, ``host`` (a faster form for the CPU), ``triton``, ``sgl_kernel``,
+    ``fla`` or ``check``; ``why`` one clause."""
 
     op: str
     flag: str
@@ -22,13 +22,15 @@ class Choice:
 @dataclass(frozen=True)
 class Op:
     """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it,
-    ``sgl_unfit`` says why none can, ``host`` what the op does on the CPU where it has a form of its own for it."""
+    ``sgl_unfit`` says why none can, ``host`` what the op does on the CPU where it has a form of its own for it. ``fla`` is set where
+    flash-linear-attention, if it can be used, is what the flag's value 0 selects on CUDA."""
 
     name: str
     flag: str
     sgl_symbols: tuple[str, ...] = ()
     sgl_unfit: str | None = None
     host: str | None = None
+    fla: bool = False
 
 
 OPS: tuple[Op, ...] = (
@@ -45,6 +47,7 @@ OPS: tuple[Op, ...] = (
         host="no CUDA device; few rows by slices of the weights where that is faster here",
     ),
     Op("sampler", "FREETOKEN_FUSED_SAMPLER"),
+    Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
 )
 
 _BY_NAME = {op.name: op for op in OPS}
@@ -79,6 +82,12 @@ def choose_op(name: str, device: str) -> Choice:
     choice = choose(op.name, op.flag, device, sgl_kernel=unusable)
     if op.host is not None and device == "cpu" and environ.kernel_mode(op.flag) == "on":
         return Choice(op.name, op.flag, "host", op.host)
+    if op.fla and device == "cuda" and choice.impl == "reference":
+        from freetoken.kernels.gdn_prefill import fla
+
+        unfit = fla.unusable()
+        impl = "reference" if unfit else "fla"
+        return Choice(op.name, op.flag, impl, f"{choice.why}; {unfit or 'fla-core is installed'}")
     return choice
 
 
