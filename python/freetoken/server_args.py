@@ -105,11 +105,14 @@ class ServerArgs:
         None,
         "memory",
         "Host memory in GB (10^9 bytes) for checkpoints of recurrent state, without which a prefix of such a model is "
-        "computed again; 0 for none, default a tenth of the system's memory.",
+        "computed again; 0 for none, default a tenth of the system's memory. No model served so far has such state.",
         kind=float,
     )
     state_checkpoint_interval: int = _flag(
-        2048, "memory", "Prompt tokens between two checkpoints of recurrent state; whole pages.", kind=int
+        2048,
+        "memory",
+        "Prompt tokens between two checkpoints of recurrent state (see --state-cache-gb); whole pages.",
+        kind=int,
     )
 
     max_running_requests: int | None = _flag(
