@@ -20,6 +20,8 @@ from torch.nn.functional import pad, silu, softplus
 from freetoken.kernels.gdn_prefill.plan import CHUNK, Plan
 
 L2_EPS = 1e-6
+MOST_DECAY = -45.0
+"""Lower bound of a token's ``g`` in a chunk: what is left is below any rounding, and sums keep their precision."""
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +74,7 @@ def delta_rule_chunks(
     padding = count * size - tokens
     q, k, v = (pad(x, (0, 0, 0, padding)).view(heads, count, size, -1) for x in (q, k, v))
     g, beta = (pad(x, (0, padding)).view(heads, count, size) for x in (g, beta))
-    total = g.cumsum(-1)
+    total = g.clamp(min=MOST_DECAY).cumsum(-1)
     lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     decay = torch.where(lower, total[..., :, None] - total[..., None, :], -torch.inf).exp()
     coupling = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
