@@ -287,7 +287,7 @@ def _gdn_prefill(device: str, sizes: Sizes, lengths: list[int]) -> Case:
     key_heads, heads = sizes.linear_key_heads, sizes.linear_heads
     columns = [key_heads * width, key_heads * width, heads * width]
     conv = torch.nn.functional.silu(_random(device, sizes.dtype, tokens, sum(columns)))
-    q, k, v = (x.unflatten(1, (-1, width)) for x in torch.tensor_split(conv, (columns[0], columns[0] + columns[1]), 1))
+    q, k, v = (x.reshape(tokens, -1, width) for x in torch.tensor_split(conv, (columns[0], columns[0] + columns[1]), 1))
     a, b = (_random(device, sizes.dtype, tokens, heads) for _ in range(2))
     rates, bias = torch.linspace(-4, 2, heads, device=device), torch.ones(heads, device=device)
     state = torch.zeros(len(lengths), heads, width, width, device=device)
