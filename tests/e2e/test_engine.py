@@ -103,7 +103,7 @@ def test_more_prompts_than_a_server_would_queue(folder: Path) -> None:
 
 
 def test_a_bounded_queue_refuses_when_asked_for(folder: Path) -> None:
-    with Engine(folder, device="cpu", max_total_tokens=512, max_queued_requests=2) as engine:
+    with Engine(folder, device="cpu", max_total_tokens=512, max_running_requests=1, max_queued_requests=1) as engine:
         error = refused(lambda: engine.generate(["a"] * 3, short(1)))
         assert (error.status, error.code) == (503, "queue_full")
         assert len(engine.generate(["a"] * 2, short(1))) == 2
