@@ -53,6 +53,9 @@ def test_an_empty_value_is_the_default(text: str) -> None:
         ("FREETOKEN_CHECK_INVARIANTS", "2"),
         ("FREETOKEN_NUM_THREADS", "two"),
         ("FREETOKEN_NUM_THREADS", "1.5"),
+        ("FREETOKEN_NUM_THREADS", "-1"),
+        ("FREETOKEN_LAUNCH_TIMEOUT", "nan"),
+        ("FREETOKEN_LAUNCH_TIMEOUT", "-3"),
     ],
 )
 def test_a_value_of_the_wrong_type_names_the_variable(name: str, text: str) -> None:

@@ -82,11 +82,16 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> bool | int | flo
     try:
         if row.kind == "bool":
             return _BOOL[value.lower()]
-        if row.kind == "int":
-            return int(value)
-        return float(value) if row.kind == "float" else value
+        if row.kind == "str":
+            return value
+        number = int(value) if row.kind == "int" else float(value)
+        if not 0 <= number < float("inf"):
+            raise ValueError(value)
+        return number
     except (KeyError, ValueError):
-        raise EnvironmentValueError(f"{name}={value!r}: not a valid {row.kind}") from None
+        raise EnvironmentValueError(
+            f"{name}={value!r}: not a valid {row.kind}{'' if row.kind == 'bool' else ' of at least 0'}"
+        ) from None
 
 
 def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int | float | str]:

@@ -313,7 +313,7 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
     if value < low or (high is not None and value > high):
         bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-        raise StartupError(f"--{name.replace('_', '-')} must be {bounds}, not {value:g}")
+        raise StartupError(f"--{name.replace('_', '-')} must be {bounds}, not {value}")
 
 
 def _check_values(args: ServerArgs) -> None:
@@ -335,7 +335,8 @@ def _check_values(args: ServerArgs) -> None:
         "cuda_graph_max_bs",
     ):
         if getattr(args, name) is not None:
-            _check_range(name, getattr(args, name), 1, None)
+            # A context or a pool of one token has no room for an output.
+            _check_range(name, getattr(args, name), 2 if name in ("context_length", "max_total_tokens") else 1, None)
     if args.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         raise StartupError(f"--page-size must be a power of two from 1 to 256, not {args.page_size}")
     if args.mem_fraction_static is not None and not 0.05 <= args.mem_fraction_static <= 0.98:

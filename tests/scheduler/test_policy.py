@@ -71,15 +71,19 @@ def test_meter_reports_windows_and_forgets_idle_time() -> None:
     meter.count(1)
     now = 0.5
     meter.count(4)
-    assert meter.rate() == pytest.approx(10.0)
+    assert meter.rate() == pytest.approx(8.0)
     now = 2.0
     meter.count(5)
-    assert meter.rate() == pytest.approx(5.0)
+    assert meter.rate() == pytest.approx(4.5)
     now = 2.5
-    assert meter.rate() == pytest.approx(5.0)
+    assert meter.rate() == pytest.approx(4.5)
     meter.stop()
     assert meter.rate() == 0.0
     now = 100.0
+    meter.count(64)
+    assert meter.rate() == 0.0
+    now = 100.001
+    assert meter.rate() == 0.0
     meter.count(3)
     now = 101.0
     assert meter.rate() == pytest.approx(3.0)

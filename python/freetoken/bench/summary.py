@@ -6,6 +6,7 @@ the files hold one: what HTTP, scheduling and detokenising cost.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -73,8 +74,10 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures of all files; 1 when one cannot be read."""
     found: list[dict[str, Any]] = []
+    parser = argparse.ArgumentParser(prog="python -m freetoken.bench.summary", description="Print figures as lines.")
+    parser.add_argument("files", nargs="+", help="JSON lines that the benchmarks wrote.")
     try:
-        for path in sys.argv[1:] if argv is None else argv:
+        for path in parser.parse_args(argv).files:
             found += figures.read(path)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -46,7 +46,7 @@ OPS: tuple[Op, ...] = (
         "FREETOKEN_SMALL_GEMM",
         host="no CUDA device; few rows by slices of the weights where that is faster here",
     ),
-    Op("sampler", "FREETOKEN_FUSED_SAMPLER"),
+    Op("sample", "FREETOKEN_FUSED_SAMPLER"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
 )
 

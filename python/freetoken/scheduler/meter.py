@@ -17,9 +17,11 @@ class Meter:
         self._last: float | None = None
 
     def count(self, tokens: int) -> None:
+        """The tokens of one step. The first step after a stop begins the time, so its own tokens are in no rate."""
         if self._start is None:
             self._start = self._clock()
-        self._tokens += tokens
+        else:
+            self._tokens += tokens
 
     def stop(self) -> None:
         """Nothing runs: the next token starts afresh."""

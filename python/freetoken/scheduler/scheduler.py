@@ -173,12 +173,13 @@ class Scheduler:
         return True
 
     def stats(self) -> SchedulerStats:
-        """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those in the tree."""
+        """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those that the
+        tree alone holds."""
         stats = self._stats
         stats.running = len(self.live) - len(self.waiting)
         stats.queued = len(self.waiting)
         stats.used_tokens = (self.pages.used_count - self.tree.evictable_pages) * self._page_size
-        stats.cached_pool_tokens = self.tree.total_pages * self._page_size
+        stats.cached_pool_tokens = self.tree.evictable_pages * self._page_size
         stats.rows_used = self.rows.used_count
         checkpoints = self.prefix.checkpoints
         stats.state_blocks_used = checkpoints.blocks.used_count
@@ -377,6 +378,7 @@ class Scheduler:
         """Wait for the oldest launched step and apply it: append ids, find ends, share prefixes, free what ended."""
         batch, handle = self.flights.popleft()
         result = self.runner.collect(handle)
+        generated = self._stats.generation_tokens
         if len(result.ids) != len(batch.sampled):
             raise invariants.InvariantError(f"step {batch.step} gave {len(result.ids)} ids for {len(batch.sampled)}")
         logprobs: Iterable[TokenLogprob | None] = result.logprobs or itertools.repeat(None)
@@ -397,6 +399,8 @@ class Scheduler:
                 self._apply(req, token, logprob)
             else:
                 self._done_with_step(req)
+        if self._stats.generation_tokens > generated:
+            self._meter.count(self._stats.generation_tokens - generated)
         self._forget_ended()
 
     def _extend_prompt_logprobs(self, req: Req, result: StepResult) -> None:
@@ -425,7 +429,6 @@ class Scheduler:
         if count == 1:
             output.prompt_logprobs = req.prompt_logprobs
             output.queue_seconds = req.queue_seconds
-        self._meter.count(1)
         self._stats.generation_tokens += 1
         self._outputs.append(output)
         if finish is not None:
