@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.gdn_conv.triton import bound_if, ring_conv
+from freetoken.kernels.gdn_conv.triton import bound_if, ring_conv, silu
 from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
 
 L2_EPS = tl.constexpr(1e-6)
@@ -58,13 +58,12 @@ def _prefetch(address, BYTES: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _gated_norm(o, z, weight_ptr, row, eps, DV: tl.constexpr, STORAGE: tl.constexpr):
+def _gated_norm(o, z, weight_ptr, row, eps, DV: tl.constexpr, STORAGE: tl.constexpr, ON_GPU: tl.constexpr):
     """RMSNorm of one head's ``o`` (float32, zero past DV) times ``silu(z)``, with the roundings of the reference."""
     o = o.to(STORAGE).to(tl.float32)
     weight = tl.load(weight_ptr + row, mask=row < DV, other=0.0).to(tl.float32)
     normal = (o * tl.rsqrt(tl.sum(o * o, axis=0) / DV + eps)).to(STORAGE).to(tl.float32)
-    gate = z.to(tl.float32)
-    return ((normal * weight).to(STORAGE).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(STORAGE)
+    return ((normal * weight).to(STORAGE).to(tl.float32) * silu(z.to(tl.float32), ON_GPU)).to(STORAGE)
 
 
 @triton.jit
@@ -105,6 +104,7 @@ def gdn_decode_kernel(
     SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid ``(V_HEADS * SPLITS, B)``: a program takes ``BLOCK_V`` rows of the state of one head of one sequence.
@@ -123,12 +123,11 @@ def gdn_decode_kernel(
     # Slots and positions were there before the step began.
     slot = tl.load(slots_ptr + lane)
     position = tl.load(positions_ptr + lane)
-    tile = rec_ptr + slot * rec_stride + head * (DV * DK) + split * (BLOCK_V * DK)
+    tile = rec_ptr + tl.maximum(slot, 0) * rec_stride + head * (DV * DK) + split * (BLOCK_V * DK)
     # State is not read ahead of the wait: nothing here shows that its last writer, an earlier call, has ended by then. What comes
     # into the L2 cache ahead is the same memory to every writer, so it can be early but never stale.
     if PREFETCH:
-        if slot >= 0:
-            _prefetch(tile, BLOCK_V * DK * 4 // LANES, LANES)
+        _prefetch(tile, BLOCK_V * DK * 4 // LANES, LANES)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if slot < 0:
@@ -145,21 +144,18 @@ def gdn_decode_kernel(
     key_head = head // GROUP
     source = qkv_ptr + lane * qkv_stride
     ring = conv_ptr + slot * conv_stride
-    now = ring + (position % W) * C
-    q_at = key_head * DK
-    k_at = (K_HEADS + key_head) * DK
-    v_at = 2 * K_HEADS * DK + head * DV
-    q_raw, q = ring_conv(
-        source + q_at, ring + q_at, weight_ptr + q_at * channel_stride, weight_ptr, column, position,
-        tap_stride, channel_stride, C, W, DK, False,
-    )  # fmt: skip
-    k_raw, k = ring_conv(
-        source + k_at, ring + k_at, weight_ptr + k_at * channel_stride, weight_ptr, column, position,
-        tap_stride, channel_stride, C, W, DK, False,
+    # q and k as one block: twice the work for the threads there are, and half the loads and sums to wait for.
+    kind = tl.arange(0, 2)[:, None, None]
+    both = tl.zeros((2, 1, 1), tl.int32) + column[None, :, :]
+    qk_channel = (kind * K_HEADS + key_head) * DK + both
+    v_channel = 2 * K_HEADS * DK + head * DV + head_row
+    qk_raw, qk = ring_conv(
+        source, ring, weight_ptr, weight_ptr, qk_channel, both, position, tap_stride, channel_stride,
+        C, W, DK, False, ON_GPU,
     )  # fmt: skip
     v_raw, v = ring_conv(
-        source + v_at, ring + v_at, weight_ptr + v_at * channel_stride, weight_ptr, head_row, position,
-        tap_stride, channel_stride, C, W, DV, False,
+        source, ring, weight_ptr, weight_ptr, v_channel, head_row, position, tap_stride, channel_stride,
+        C, W, DV, False, ON_GPU,
     )  # fmt: skip
     a = tl.load(a_ptr + lane * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
     b = tl.load(b_ptr + lane * b_stride + head).to(tl.float32)
@@ -169,16 +165,17 @@ def gdn_decode_kernel(
         z = tl.load(z_ptr + lane * z_stride + head * DV + head_row, mask=head_row < DV, other=0.0)
 
     RING: tl.constexpr = conv_ptr.dtype.element_ty
-    tl.store(now + v_at + head_row, v_raw.to(RING), mask=head_row < DV)
+    now = ring + (position % W) * C
+    tl.store(now + v_channel, v_raw.to(RING), mask=head_row < DV)
     if (head % GROUP == 0) & (split == 0):
-        tl.store(now + q_at + column, q_raw.to(RING), mask=column < DK)
-        tl.store(now + k_at + column, k_raw.to(RING), mask=column < DK)
+        tl.store(now + qk_channel, qk_raw.to(RING), mask=both < DK)
 
-    q = q.to(STORAGE).to(tl.float32)
-    k = k.to(STORAGE).to(tl.float32)
     v = v.to(STORAGE).to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, axis=1), axis=0) + L2_EPS) * (DK**-0.5))
-    k = k * tl.rsqrt(tl.sum(tl.sum(k * k, axis=1), axis=0) + L2_EPS)
+    qk = qk.to(STORAGE).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(qk * qk, axis=2), axis=1) + L2_EPS)[:, None, None]
+    qk = qk * scale
+    q = tl.sum(tl.where(kind == 0, qk, 0.0), axis=0) * (DK**-0.5)
+    k = tl.sum(tl.where(kind == 1, qk, 0.0), axis=0)
     k_dot_q = tl.sum(tl.sum(k * q, axis=1), axis=0)
     decay = tl.exp(-rate * _softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-b))
@@ -193,7 +190,7 @@ def gdn_decode_kernel(
 
     out = out_ptr + (lane * V_HEADS + head) * DV
     if SPLITS == 1:
-        tl.store(out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE), mask=head_row < DV)
+        tl.store(out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE, ON_GPU), mask=head_row < DV)
     else:
         number = lane * V_HEADS + head
         tl.store(parts_ptr + number * DV + head_row, o, mask=head_row < DV)
@@ -202,7 +199,9 @@ def gdn_decode_kernel(
             inside = whole_row < DV
             o_all = tl.load(parts_ptr + number * DV + whole_row, mask=inside, other=0.0, cache_modifier=".cg")
             z_all = tl.load(z_ptr + lane * z_stride + head * DV + whole_row, mask=inside, other=0.0)
-            tl.store(out + whole_row, _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE), mask=inside)
+            tl.store(
+                out + whole_row, _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE, ON_GPU), mask=inside
+            )
             tl.store(arrivals_ptr + number, 0)
 
 
@@ -287,6 +286,7 @@ def gdn_decode(
         SPLITS=splits,
         LANES=32 * config.num_warps,
         PREFETCH=early and prefetch_bytes(config, dv, dk) > 0,
+        ON_GPU=qkv.is_cuda,
         EARLY=early,
         launch_pdl=early,
         num_warps=config.num_warps,
