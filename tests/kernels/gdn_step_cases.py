@@ -8,6 +8,7 @@ from compile_tool import KernelCase
 
 from freetoken.kernels.gdn_conv.config import ConvConfig, pick_decode, pick_prefill
 from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
+from freetoken.kernels.gdn_decode.triton import ROW_AXIS
 
 CONV, DECODE = "freetoken.kernels.gdn_conv.triton", "freetoken.kernels.gdn_decode.triton"
 KEY_HEADS, HEADS, WIDTH, PART = 16, 48, 128, 32
@@ -68,7 +69,12 @@ def _step(element: str, config: DecodeConfig, dk: int = WIDTH, dv: int = WIDTH) 
     }
     width = power_of_two_at_least(dk)
     values = {"K_HEADS": KEY_HEADS, "V_HEADS": HEADS, "DK": dk, "DV": dv, "W": 4, "BLOCK_V": config.block_v}
-    values |= {"HEAD_V": power_of_two_at_least(dv), "PARTS": max(1, width // PART), "PART": min(PART, width)}
+    values |= {
+        "HEAD_V": power_of_two_at_least(dv),
+        "PARTS": max(1, width // PART),
+        "PART": min(PART, width),
+        "ROW_AXIS": ROW_AXIS,
+    }
     values |= {
         "SPLITS": config.splits(dv),
         "LANES": 32 * config.num_warps,

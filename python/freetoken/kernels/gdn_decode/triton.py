@@ -13,6 +13,9 @@ from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power
 L2_EPS = tl.constexpr(1e-6)
 ROW_PART = 32
 """Consecutive elements of a state row that are read together: one line of the cache in float32."""
+ROW_AXIS = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1
+"""Which of the first two axes of a tile of state the compiler spreads over the threads of a warp: rows belong there, so that a
+thread holds several parts of a row and sums over few lanes. The other choice is correct and takes half as many registers again."""
 
 
 class Scratch:
@@ -67,6 +70,18 @@ def _gated_norm(o, z, weight_ptr, row, eps, DV: tl.constexpr, STORAGE: tl.conste
 
 
 @triton.jit
+def _over_rows(x, ROW_AXIS: tl.constexpr):
+    """``x [rows]`` in three dimensions, rows along ``ROW_AXIS``."""
+    return tl.expand_dims(tl.expand_dims(x, 1), 1 - ROW_AXIS)
+
+
+@triton.jit
+def _over_columns(x, ROW_AXIS: tl.constexpr):
+    """``x [parts, part]`` in three dimensions, around rows along ``ROW_AXIS``."""
+    return tl.expand_dims(x, ROW_AXIS)
+
+
+@triton.jit
 def gdn_decode_kernel(
     qkv_ptr,
     z_ptr,
@@ -101,6 +116,7 @@ def gdn_decode_kernel(
     HEAD_V: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
     SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -123,30 +139,31 @@ def gdn_decode_kernel(
     # Slots and positions were there before the step began.
     slot = tl.load(slots_ptr + lane)
     position = tl.load(positions_ptr + lane)
-    tile = rec_ptr + tl.maximum(slot, 0) * rec_stride + head * (DV * DK) + split * (BLOCK_V * DK)
     # State is not read ahead of the wait: nothing here shows that its last writer, an earlier call, has ended by then. What comes
     # into the L2 cache ahead is the same memory to every writer, so it can be early but never stale.
     if PREFETCH:
+        tile = rec_ptr + tl.maximum(slot, 0) * rec_stride + head * (DV * DK) + split * (BLOCK_V * DK)
         _prefetch(tile, BLOCK_V * DK * 4 // LANES, LANES)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if slot < 0:
         return
 
-    row = tl.arange(0, BLOCK_V)
-    head_row = split * BLOCK_V + row
+    head_row = split * BLOCK_V + tl.arange(0, BLOCK_V)
     column = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    cell = tile + row[None, :, None] * DK + column[:, None, :]
-    written = (head_row[None, :, None] < DV) & (column[:, None, :] < DK)
-    existing = (head_row[None, :, None] < bound_if(position, DV)) & (column[:, None, :] < DK)
-    state = tl.load(cell, mask=existing, other=0.0)
+    rows = _over_rows(head_row, ROW_AXIS)
+    columns = _over_columns(column, ROW_AXIS)
+    cell = rec_ptr + slot * rec_stride + head * (DV * DK) + rows * DK + columns
+    state = tl.load(cell, mask=(rows < bound_if(position, DV)) & (columns < DK), other=0.0)
 
     key_head = head // GROUP
     source = qkv_ptr + lane * qkv_stride
     ring = conv_ptr + slot * conv_stride
-    # q and k as one block: twice the work for the threads there are, and half the loads and sums to wait for.
-    kind = tl.arange(0, 2)[:, None, None]
-    both = tl.zeros((2, 1, 1), tl.int32) + column[None, :, :]
+    # q and k as one block: twice the work for the threads there are, and half the loads and sums to wait for. It has them along
+    # another axis than the state has its rows, so that the compiler does not take one for the layout of the other.
+    KIND_AXIS: tl.constexpr = 1 - ROW_AXIS
+    kind = _over_rows(tl.arange(0, 2), KIND_AXIS)
+    both = kind * 0 + _over_columns(column, KIND_AXIS)
     qk_channel = (kind * K_HEADS + key_head) * DK + both
     v_channel = 2 * K_HEADS * DK + head * DV + head_row
     qk_raw, qk = ring_conv(
@@ -172,21 +189,21 @@ def gdn_decode_kernel(
 
     v = v.to(STORAGE).to(tl.float32)
     qk = qk.to(STORAGE).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.sum(qk * qk, axis=2), axis=1) + L2_EPS)[:, None, None]
-    qk = qk * scale
-    q = tl.sum(tl.where(kind == 0, qk, 0.0), axis=0) * (DK**-0.5)
-    k = tl.sum(tl.where(kind == 1, qk, 0.0), axis=0)
+    squares = tl.sum(tl.sum(qk * qk, axis=2), axis=1 - KIND_AXIS)
+    qk = qk * _over_rows(tl.rsqrt(squares + L2_EPS), KIND_AXIS)
+    q = tl.sum(tl.where(kind == 0, qk, 0.0), axis=KIND_AXIS) * (DK**-0.5)
+    k = tl.sum(tl.where(kind == 1, qk, 0.0), axis=KIND_AXIS)
     k_dot_q = tl.sum(tl.sum(k * q, axis=1), axis=0)
     decay = tl.exp(-rate * _softplus(a))
     beta = 1.0 / (1.0 + tl.exp(-b))
 
     # S' q = decay S q + delta (k . q): both products are of the old state and do not wait for each other.
-    keys = k[:, None, :]
-    along_k = tl.sum(tl.sum(state * keys, axis=0), axis=1)
-    along_q = tl.sum(tl.sum(state * q[:, None, :], axis=0), axis=1)
+    keys = _over_columns(k, ROW_AXIS)
+    along_k = tl.sum(tl.sum(state * keys, axis=1 - ROW_AXIS), axis=1)
+    along_q = tl.sum(tl.sum(state * _over_columns(q, ROW_AXIS), axis=1 - ROW_AXIS), axis=1)
     delta = beta * (v - decay * along_k)
     o = decay * along_q + delta * k_dot_q
-    tl.store(cell, decay * state + delta[None, :, None] * keys, mask=written)
+    tl.store(cell, decay * state + _over_rows(delta, ROW_AXIS) * keys, mask=(rows < DV) & (columns < DK))
 
     out = out_ptr + (lane * V_HEADS + head) * DV
     if SPLITS == 1:
@@ -283,6 +300,7 @@ def gdn_decode(
         HEAD_V=power_of_two_at_least(dv),
         PARTS=max(1, width // ROW_PART),
         PART=min(ROW_PART, width),
+        ROW_AXIS=ROW_AXIS,
         SPLITS=splits,
         LANES=32 * config.num_warps,
         PREFETCH=early and prefetch_bytes(config, dv, dk) > 0,
