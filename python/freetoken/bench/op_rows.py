@@ -338,10 +338,11 @@ def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
             windows: Any = windows,
             positions: Any = positions,
         ) -> Callable[[], Tensors]:
-            op, conv, rec = GdnDecode(_choice("gdn_decode", impl)), ring.clone(), state.clone()
+            op: Any = GdnDecode(_choice("gdn_decode", impl))
+            conv, rec = ring.clone(), state.clone()
             op.reserve(windows.shape[1], rec)
             turn = itertools.cycle(windows)
-            return lambda: (op(*inputs, conv, rec, next(turn), positions),)
+            return lambda: (op(*inputs, conv_state=conv, rec_state=rec, slots=next(turn), positions=positions),)
 
         element = qkv.element_size()
         per_request = 2 * heads * width * width * 4 + ((CONV_WIDTH + 1) * channels + 2 * heads * (width + 1)) * element
