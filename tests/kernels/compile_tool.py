@@ -27,8 +27,8 @@ class KernelCase:
 
     ``kernel`` is ``module:function``. ``signature`` gives the types of the run-time arguments in Triton's notation (``*bf16``,
     ``*i64``, ``i32``, ``fp32``), ``constexprs`` the values of the others, ``options`` those of the launch (``num_warps``,
-    ``num_stages``). Pointers count as divisible by 16. Architectures below ``first_arch`` and above ``last_arch``
-    are left out.
+    ``num_stages``). Pointers count as divisible by 16, and so do the integers named in ``divisible``. Architectures below
+    ``first_arch`` and above ``last_arch`` are left out.
     """
 
     name: str
@@ -38,6 +38,7 @@ class KernelCase:
     options: dict[str, Any] = field(default_factory=dict)
     first_arch: int = 0
     last_arch: int = 999
+    divisible: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ def _compile(case: KernelCase, arch: int) -> Compiled:
     missing = [argument for argument, kind in types.items() if kind == "constexpr" and argument not in case.constexprs]
     if missing:
         raise ValueError(f"{case.name}: no type or value for {missing}")
-    pointers = [index for index, kind in enumerate(types.values()) if kind.startswith("*")]
+    aligned = [
+        index for index, (key, kind) in enumerate(types.items()) if kind.startswith("*") or key in case.divisible
+    ]
     source = ASTSource(
-        function, types, case.constexprs, attrs={(index,): [["tt.divisibility", 16]] for index in pointers}
+        function, types, case.constexprs, attrs={(index,): [["tt.divisibility", 16]] for index in aligned}
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
     usage = _resource_usage(kernel.asm["cubin"])

@@ -5,6 +5,7 @@ Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from freetoken.kernels.dispatch import Choice
 
 Tensors = tuple[torch.Tensor, ...]
+CONV_WIDTH = 4
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Case:
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
-    ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention and the tokens of its prefill."""
+    ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
+    and the batches of its decode."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -54,6 +57,7 @@ class Sizes:
     linear_heads: int = 48
     linear_width: int = 128
     linear_prompt: int = 8192
+    linear_batches: tuple[int, ...] = (1, 8, 64)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -72,6 +76,7 @@ SMALL = Sizes(
     linear_heads=2,
     linear_width=16,
     linear_prompt=68,
+    linear_batches=(1, 3),
     dtype=torch.float32,
 )
 
@@ -279,6 +284,74 @@ def sample(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def gdn_conv(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.gdn_conv import GdnConv, pack_weight
+
+    channels, tokens = (2 * sizes.linear_key_heads + sizes.linear_heads) * sizes.linear_width, sizes.linear_prompt
+    x = _random(device, sizes.dtype, tokens, channels)
+    weight = pack_weight(_random(device, sizes.dtype, channels, CONV_WIDTH))
+    cases = []
+    for lengths in ([tokens], [tokens // 2, tokens // 4 + 1, tokens - tokens // 2 - tokens // 4 - 1]):
+        pieces = len(lengths)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        slots = torch.arange(pieces, device=device)
+        starts = torch.full((pieces,), 100, dtype=torch.int32, device=device)
+        ring = _random(device, sizes.dtype, pieces, CONV_WIDTH, channels)
+
+        def call(
+            impl: str,
+            arguments: tuple[Any, ...] = (bounds, slots, starts, max(lengths)),
+            ring: Any = ring,
+        ) -> Callable[[], Tensors]:
+            op, state = GdnConv(_choice("gdn_conv", impl)), ring.clone()
+            return lambda: (op.prefill(x, weight, None, state, *arguments), state)
+
+        shape = {"pieces": pieces, "tokens": tokens, "channels": channels}
+        moved = 2.0 * x.numel() * x.element_size()
+        cases.append(Case(shape, call("triton"), call("reference"), moved, model="Qwen3.5-27B"))
+    return cases
+
+
+def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
+    """Calls take the slots of the pool in turn, so that small batches find no state of theirs in the cache."""
+    from freetoken.kernels.gdn_conv import pack_weight
+    from freetoken.kernels.gdn_decode import GdnDecode
+
+    heads, width = sizes.linear_heads, sizes.linear_width
+    channels = (2 * sizes.linear_key_heads + heads) * width
+    slots = max(sizes.linear_batches)
+    rates, bias = torch.linspace(-4, 2, heads, device=device), torch.ones(heads, device=device)
+    norm = _random(device, sizes.dtype, width)
+    weight = pack_weight(_random(device, sizes.dtype, channels, CONV_WIDTH))
+    ring = _random(device, sizes.dtype, slots, CONV_WIDTH, channels)
+    state = torch.randn(slots, heads, width, width, device=device) / width
+    cases = []
+    for batch in sizes.linear_batches:
+        qkv, z = (_random(device, sizes.dtype, batch, columns) for columns in (channels, heads * width))
+        a, b = (_random(device, sizes.dtype, batch, heads) for _ in range(2))
+        positions = torch.arange(batch, device=device) + sizes.depth
+        windows = torch.arange(slots // batch * batch, device=device).view(-1, batch)
+
+        def call(
+            impl: str,
+            inputs: tuple[Any, ...] = (qkv, z, a, b, weight, rates, bias, norm, 1e-6),
+            windows: Any = windows,
+            positions: Any = positions,
+        ) -> Callable[[], Tensors]:
+            op: Any = GdnDecode(_choice("gdn_decode", impl))
+            conv, rec = ring.clone(), state.clone()
+            op.reserve(windows.shape[1], rec)
+            turn = itertools.cycle(windows)
+            return lambda: (op(*inputs, conv_state=conv, rec_state=rec, slots=next(turn), positions=positions),)
+
+        element = qkv.element_size()
+        per_request = 2 * heads * width * width * 4 + ((CONV_WIDTH + 1) * channels + 2 * heads * (width + 1)) * element
+        shape = {"requests": batch, "heads": heads}
+        moved = float(batch * per_request)
+        cases.append(Case(shape, call("triton"), call("reference"), moved, model="Qwen3.5-27B"))
+    return cases
+
+
 def _gdn_prefill(device: str, sizes: Sizes, lengths: list[int]) -> Case:
     from freetoken.kernels.gdn_prefill import GdnPrefill
     from freetoken.kernels.gdn_prefill.plan import CHUNK
@@ -337,6 +410,8 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "attn_decode": attn_decode,
     "attn_prefill": attn_prefill,
     "sample": sample,
+    "gdn_conv": gdn_conv,
+    "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
 }

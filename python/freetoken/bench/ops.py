@@ -29,6 +29,8 @@ NAMES = (
     "attn_decode",
     "attn_prefill",
     "sample",
+    "gdn_conv",
+    "gdn_decode",
     "gdn_prefill",
     "gdn_norm",
 )

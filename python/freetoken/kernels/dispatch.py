@@ -47,6 +47,12 @@ OPS: tuple[Op, ...] = (
         host="no CUDA device; few rows by slices of the weights where that is faster here",
     ),
     Op("sample", "FREETOKEN_FUSED_SAMPLER"),
+    Op(
+        "gdn_conv",
+        "FREETOKEN_GDN_FUSED_CONV",
+        sgl_unfit="default on CUDA; sgl_kernel's convolution shifts a state that is here a ring of token rows",
+    ),
+    Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
 )
 

@@ -1,0 +1,75 @@
+"""The decode step of Gated DeltaNet layers: convolution, gates, delta rule and gated norm, both states in place."""
+
+from __future__ import annotations
+
+import torch
+
+from freetoken.kernels import checking
+from freetoken.kernels.dispatch import Choice
+from freetoken.kernels.gdn_decode import reference
+from freetoken.kernels.gdn_decode.config import DecodeConfig, candidates, pick_config
+
+__all__ = ["DecodeConfig", "GdnDecode", "candidates", "pick_config"]
+
+
+class GdnDecode:
+    """The op with its implementation bound once, shared by all layers of a model.
+
+    Shapes and semantics are those of :func:`reference.gdn_decode`. ``config`` overrides the default settings of the kernel.
+    """
+
+    def __init__(self, choice: Choice, config: DecodeConfig | None = None) -> None:
+        self.choice = choice
+        self._config = config
+        self._fused = choice.impl != "reference"
+        self._checked = choice.impl == "check"
+        if self._fused:
+            from freetoken.kernels.gdn_decode import triton
+
+            self._triton = triton
+            self._scratch = triton.Scratch()
+
+    def reserve(self, batch: int, rec_state: torch.Tensor) -> None:
+        """Prepare for batches of up to ``batch`` with states like ``rec_state`` (scratch memory, where heads are split); called
+        before the first step."""
+        heads, dv, dk = rec_state.shape[1:]
+        if self._fused and (self._config or pick_config(dv, dk)).splits(dv) > 1:
+            self._scratch.reserve(batch, heads, dv, rec_state.device)
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        conv_weight: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        conv_state: torch.Tensor,
+        rec_state: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[B, Hv * Dv]``; ``conv_state`` and ``rec_state`` are updated in place."""
+        inputs = (qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, eps)
+        if not self._fused:
+            return reference.gdn_decode(*inputs, conv_state, rec_state, slots, positions)
+        if self._checked:
+            checking.refuse_capture("gdn_decode", self.choice.flag)
+            live = (slots >= 0).nonzero().squeeze(1)
+            used = slots[live]
+            states = (conv_state[used], rec_state[used])
+            lanes = tuple(x[live] for x in (qkv, z, a, b))
+            rows = torch.arange(live.shape[0], device=slots.device)
+            expected = reference.gdn_decode(*lanes, *inputs[4:], *states, rows, positions[live])
+        out = self._triton.gdn_decode(
+            *inputs, conv_state, rec_state, slots, positions, config=self._config, scratch=self._scratch
+        )
+        if self._checked:
+            bound = checking.RELATIVE_RMS[qkv.dtype]
+            checking.require_close("gdn_decode", "the output", out[live], expected, bound)
+            checking.require_close("gdn_decode", "the conv state", conv_state[used], states[0], bound)
+            checking.require_close("gdn_decode", "the recurrent state", rec_state[used], states[1], bound)
+        return out

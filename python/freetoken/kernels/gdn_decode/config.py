@@ -1,0 +1,47 @@
+"""Launch settings of the decode step, from host facts that do not change between replays of a graph."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+LARGEST_TILE = 16384
+"""Elements of state that one program holds in registers."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """A program takes ``block_v`` rows of one head's state with ``num_warps`` warps.
+
+    With fewer rows than the head has, the programs of a head leave their outputs in scratch memory, and the last to arrive
+    norms them. ``prefetch`` asks for the state to be brought into the L2 cache while the kernel before still runs.
+    """
+
+    block_v: int
+    num_warps: int
+    prefetch: bool = True
+
+    def splits(self, dv: int) -> int:
+        """Programs that share a head of ``dv`` rows."""
+        return -(-dv // self.block_v)
+
+
+def power_of_two_at_least(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def pick_config(dv: int, dk: int) -> DecodeConfig:
+    """Whole heads where a head fits the registers of one program, 64 elements a thread at most."""
+    width = power_of_two_at_least(dk)
+    block_v = max(1, min(power_of_two_at_least(dv), LARGEST_TILE // width))
+    return DecodeConfig(block_v, num_warps=max(1, min(8, block_v * width // 2048)))
+
+
+def candidates(dv: int, dk: int) -> list[DecodeConfig]:
+    """Settings worth timing, the default first."""
+    width = power_of_two_at_least(dk)
+    found = [pick_config(dv, dk)]
+    for block_v, warps, prefetch in itertools.product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (True, False)):
+        if block_v <= power_of_two_at_least(dv) and 16 <= block_v * width // (32 * warps) <= 64:
+            found.append(DecodeConfig(block_v, warps, prefetch))
+    return list(dict.fromkeys(found))
