@@ -36,7 +36,7 @@ def _rope(heads: int, norm: bool) -> KernelCase:
     return KernelCase(
         f"rope_kv heads={heads} norm={norm}",
         "freetoken.kernels.rope_kv.triton:rope_kv_kernel",
-        {**signature, "eps": "fp32"},
+        {**signature, "row_stride": "i32", "eps": "fp32"},
         {
             "Q_HEADS": 32,
             "KV_HEADS": 8,
