@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from freetoken.errors import StartupError
+from freetoken.hardware import probe
+from freetoken.kernels.dispatch import Choice, choose_op
+from freetoken.models import decoder, gdn
 from freetoken.models.config import ModelConfig
 from freetoken.models.decoder import DecoderModel
 from freetoken.models.parse import parse_hf_config
@@ -319,3 +322,26 @@ def test_what_a_request_keeps() -> None:
     assert (conv.layers, conv.shape, conv.dtype) == (48, (4, 10240), None)
     assert config.num_attention_layers == 16 and config.rotary_dim == 64
     assert find("Qwen3ForCausalLM").state_specs(config) == ()
+
+
+@pytest.mark.skipif(
+    probe().usable_gpu, reason="interpreted kernels; a GPU runs them in tests/runner/test_model_runner.py"
+)
+@pytest.mark.parametrize("case", ["odd dims", "one to three, tied"])
+def test_fused_kernels_in_their_places(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op of the mixers and norms as on a GPU, interpreted: views of the merged projection and of the state pool, pieces and
+    decodes."""
+
+    def fused(name: str, device: str) -> Choice:
+        choice = choose_op(name, device)
+        return choice if name in ("small_gemm", "silu_mul") else Choice(name, choice.flag, "triton", "for this test")
+
+    for module in (decoder, gdn):
+        monkeypatch.setattr(module, "choose_op", fused)
+    model = build_model(model_config(case), dtype=torch.float32, device="cpu", max_positions=256)
+    assert {choice.impl for choice in model.kernel_choices() if choice.op.startswith("gdn")} == {"triton"}
+    model.load_weights(make_oracle(case).state_dict().items())
+    ids, wanted, _ = expected(case)
+    request = OneRequest(model, 80)
+    actual = feed(request, ids[:80], [1, 5, 66], 4)
+    assert relative(actual, wanted[:80]) < 1e-4
