@@ -1,4 +1,4 @@
-"""Write a tiny random Llama or Qwen3 checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
+"""Write a tiny random Llama, Qwen3 or Qwen3.5 checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
 
     python scripts/make_tiny_model.py OUT --arch qwen3 --format safetensors --shards 2
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
@@ -26,7 +26,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from freetoken.loader.gguf_tokenizer import byte_level_parts
-from freetoken.loader.names import canonical_name, expected_tensors
+from freetoken.loader.names import canonical_name, expected_tensors, is_zero_centred
+from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from freetoken.models.parse import parse_hf_config
 
 try:
@@ -34,7 +35,7 @@ try:
 except ImportError:  # only GGUF files need it
     gguf = None
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 FLOAT_QUANTS = ("f32", "f16", "bf16")
 BLOCK_QUANTS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 QUANTS = FLOAT_QUANTS + BLOCK_QUANTS
@@ -58,7 +59,11 @@ TRAINING_TEXT = (
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
     """What to make. ``rope_scaling`` is the Hugging Face dictionary; ``extra_vocab`` adds embedding rows that the
-    tokenizer does not know; ``pre`` is the tokenizer family (default: ``smollm`` for llama, ``qwen2`` for qwen3)."""
+    tokenizer does not know; ``pre`` is the tokenizer family (default: ``smollm`` for llama, ``qwen2`` for the others).
+
+    For qwen3_5: ``layer_pattern`` has a letter for each layer, ``l`` for linear and ``f`` for full attention (default: every fourth
+    full), and ``vision`` writes the checkpoint as it is published, beside a vision tower and a layer of multi-token prediction.
+    """
 
     arch: str = "llama"
     hidden_size: int = 64
@@ -75,12 +80,20 @@ class TinyModel:
     tied: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    linear_key_heads: int = 2
+    linear_value_heads: int = 4
+    linear_key_dim: int = 16
+    linear_value_dim: int = 16
+    conv_width: int = 4
+    layer_pattern: str | None = None
+    partial_rotary: float = 0.25
+    vision: bool = False
     add_bos: bool = False
     pre: str | None = None
     seed: int = 0
 
     def family(self) -> str:
-        return self.pre or ("qwen2" if self.arch == "qwen3" else "smollm")
+        return self.pre or ("smollm" if self.arch == "llama" else "qwen2")
 
 
 def train_tokenizer(spec: TinyModel) -> Tokenizer:
@@ -109,7 +122,7 @@ def train_tokenizer(spec: TinyModel) -> Tokenizer:
 
 def hf_config(spec: TinyModel, vocab_size: int, dtype: str = "float32") -> dict[str, Any]:
     """``config.json`` of the model."""
-    return {
+    config = {
         "architectures": [ARCHITECTURES[spec.arch]],
         "model_type": spec.arch,
         "vocab_size": vocab_size,
@@ -131,14 +144,63 @@ def hf_config(spec: TinyModel, vocab_size: int, dtype: str = "float32") -> dict[
         "eos_token_id": 2,
         "torch_dtype": dtype,
     }
+    return _hybrid_config(spec, config) if spec.arch == "qwen3_5" else config
+
+
+def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
+    """The same with what linear attention adds, inside ``text_config`` where there is a vision tower."""
+    kinds = {"l": LINEAR_ATTENTION, "f": FULL_ATTENTION}
+    config |= {
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": spec.linear_key_heads,
+        "linear_num_value_heads": spec.linear_value_heads,
+        "linear_key_head_dim": spec.linear_key_dim,
+        "linear_value_head_dim": spec.linear_value_dim,
+        "linear_conv_kernel_dim": spec.conv_width,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+    }
+    if spec.layer_pattern is not None:
+        config["layer_types"] = [kinds[letter] for letter in spec.layer_pattern]
+    rope = {"rope_theta": config.pop("rope_theta"), "partial_rotary_factor": spec.partial_rotary}
+    rope |= config.pop("rope_scaling") or {"rope_type": "default"}
+    config["rope_parameters"] = rope | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    if not spec.vision:
+        return config
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": spec.tied,
+        "vision_config": {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "num_heads": 2},
+    }
+    del config["architectures"]
+    return {**outer, "text_config": config}
 
 
 def random_weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Float32 weights under canonical names: matrices and biases of standard deviation 0.08, norms around 1."""
+    """Float32 weights under canonical names: matrices and biases of standard deviation 0.08, norms around 1 (0 where 1 is
+    added to them), convolutions of 0.5, and decays of linear attention that remember from a token to some hundreds."""
     generator = np.random.default_rng(seed)
-    for name, shape in expected_tensors(parse_hf_config(config, None, "tiny")).items():
+    model = parse_hf_config(config, None, "tiny")
+    for name, shape in expected_tensors(model).items():
         noise = generator.standard_normal(shape).astype(np.float32)
-        yield name, 1.0 + 0.1 * noise if name.endswith("norm.weight") else WEIGHT_STD * noise
+        if model.zero_centred_norm and is_zero_centred(name):
+            yield name, 0.2 * noise
+        elif name.endswith("norm.weight"):
+            yield name, 1.0 + 0.1 * noise
+        elif name.endswith(("A_log", "dt_bias")):
+            yield name, noise - 2.0
+        else:
+            yield name, (0.5 if name.endswith("conv1d.weight") else WEIGHT_STD) * noise
+
+
+def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same as in a checkpoint with a vision tower, with some tensors of it and of multi-token prediction."""
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    renamed["model.visual.blocks.0.norm1.weight"] = torch.ones(16)
+    renamed["model.visual.patch_embed.proj.bias"] = torch.ones(16)
+    renamed["mtp.fc.weight"] = torch.ones(8, 16)
+    return renamed
 
 
 def write_safetensors(folder: Path, spec: TinyModel, quant: str = "f32", shards: int = 1) -> Path:
@@ -148,6 +210,7 @@ def write_safetensors(folder: Path, spec: TinyModel, quant: str = "f32", shards:
     tokenizer = train_tokenizer(spec)
     config = hf_config(spec, tokenizer.get_vocab_size() + spec.extra_vocab, str(dtype).removeprefix("torch."))
     weights = {name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed)}
+    weights = published_names(weights) if spec.vision else weights
     names = list(weights)
     weight_map: dict[str, str] = {}
     for shard in range(shards):

@@ -105,7 +105,7 @@ class ServerArgs:
         None,
         "memory",
         "Host memory in GB (10^9 bytes) for checkpoints of recurrent state, without which a prefix of such a model is "
-        "computed again; 0 for none, default a tenth of the system's memory. No model served so far has such state.",
+        "computed again; 0 for none, default a tenth of the system's memory.",
         kind=float,
     )
     state_checkpoint_interval: int = _flag(

@@ -105,7 +105,7 @@ def test_weight_elements_against_a_list_of_tensors(tied: bool, bias: bool) -> No
     model = dataclasses.replace(MODEL, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     layer = [(16, 8), (8, 8), (8, 8), (8, 16), (16, 8), (16, 8), (8, 16), (8,), (8,), (4,), (4,)]
     if bias:
-        layer += [(16,), (8,), (8,), (16,), (16,), (8,)]
+        layer += [(16,), (8,), (8,), (8,), (16,), (16,), (8,)]
     tensors = layer * 3 + [(8,), (100, 8)]
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors)
     assert roof.weight_elements(model) == count
@@ -116,7 +116,7 @@ def test_step_counts() -> None:
     got = roof.decode_bytes(MODEL, requests=2, depth=10, dtype="bfloat16", kv_dtype="float32")
     assert got == weights * 2 + 2 * 10 * (2 * 3 * 8 * 4)
     pairs = sum(position + 1 for position in range(5))
-    by_hand = 2 * 5 * 3 * roof.layer_matrix_elements(MODEL) + 3 * 4 * 4 * 4 * pairs + 2 * 100 * 8
+    by_hand = 2 * 5 * roof.matrix_elements(MODEL) + 3 * 4 * 4 * 4 * pairs + 2 * 100 * 8
     assert roof.prefill_flops(MODEL, requests=1, tokens=5) == by_hand
     assert roof.prefill_flops(MODEL, requests=7, tokens=5) == 7 * by_hand
 

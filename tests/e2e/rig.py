@@ -63,6 +63,14 @@ class Rig:
     def max_rows(self) -> int:
         return self.runner.max_rows
 
+    @property
+    def has_state(self) -> bool:
+        return self.runner.has_state
+
+    @property
+    def state_blocks(self) -> int:
+        return self.runner.state_blocks
+
     def launch(self, batch: ScheduleBatch) -> Any:
         self.shapes.append(Shape(len(batch.decodes), [piece.length for piece in batch.prefills]))
         return self.runner.launch(batch)

@@ -19,37 +19,40 @@ PRODUCTS = {
 }
 
 
-def _norm(residual: bool) -> KernelCase:
-    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "sum_ptr"), "*bf16")
+def _norm(residual: bool, weight: str = "*bf16") -> KernelCase:
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "y_ptr", "sum_ptr"), "*bf16")
     return KernelCase(
-        f"rms_norm residual={residual}",
+        f"rms_norm residual={residual} weight={weight}",
         "freetoken.kernels.rms_norm.triton:rms_norm_kernel",
-        {**pointers, "eps": "fp32"},
+        {**pointers, "weight_ptr": weight, "eps": "fp32"},
         {"width": HIDDEN, "BLOCK": HIDDEN, "HAS_RESIDUAL": residual, "EARLY": False},
         {"num_warps": 16},
     )
 
 
-def _rope(heads: int, norm: bool) -> KernelCase:
-    names = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "q_ptr", "k_pool_ptr", "v_pool_ptr")
+def _rope(heads: int, norm: bool, hybrid: bool = False) -> KernelCase:
+    """``hybrid`` has Qwen3.5's wider heads, a quarter of them rotated, and float32 norms."""
+    names = ("qkv_ptr", "q_ptr", "k_pool_ptr", "v_pool_ptr")
     signature = {**dict.fromkeys(names, "*bf16"), "table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
+    signature |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"), "*fp32" if hybrid else "*bf16")
     return KernelCase(
-        f"rope_kv heads={heads} norm={norm}",
+        f"rope_kv heads={heads} norm={norm} hybrid={hybrid}",
         "freetoken.kernels.rope_kv.triton:rope_kv_kernel",
-        {**signature, "eps": "fp32"},
+        {**signature, "row_stride": "i32", "eps": "fp32"},
         {
-            "Q_HEADS": 32,
-            "KV_HEADS": 8,
-            "HEAD_DIM": 128,
-            "ROTARY_DIM": 128,
+            "Q_HEADS": 24 if hybrid else 32,
+            "KV_HEADS": 4 if hybrid else 8,
+            "HEAD_DIM": 256 if hybrid else 128,
+            "ROTARY_DIM": 64 if hybrid else 128,
             "PAGE_SIZE": 16,
             "HEADS": heads,
-            "BLOCK_HALF": 64,
-            "BLOCK_REST": 1,
+            "BLOCK_HALF": 32 if hybrid else 64,
+            "BLOCK_REST": 256 if hybrid else 1,
             "HAS_NORM": norm,
             "EARLY": False,
         },
         {"num_warps": 1 if heads < 4 else 4},
+        divisible=("row_stride",),
     )
 
 
@@ -92,8 +95,11 @@ def _early(case: KernelCase) -> KernelCase:
 CASES = [
     _norm(False),
     _norm(True),
+    _norm(True, "*fp32"),
     _rope(1, True),
     _rope(8, True),
+    _rope(1, True, hybrid=True),
+    _rope(4, True, hybrid=True),
     _rope(1, False),
     KernelCase(
         "silu_mul",

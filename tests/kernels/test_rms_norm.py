@@ -56,6 +56,21 @@ def test_half_precision_rounds_where_the_models_do() -> None:
     assert relative_rms(reference.rms_norm(x, weight, EPS), weight * normal) < 1e-4
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_float32_weight_rounds_the_product_alone(residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, 40).to(DEVICE).half(), 1 + torch.randn(40, device=DEVICE) / 8
+    other = torch.randn(3, 40).to(DEVICE).half() if residual else None
+    wide = (x if other is None else x + other).float()
+    expected = (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight).half()
+    with poisoned_outputs(monkeypatch):
+        fused = triton.rms_norm(x, weight, EPS, other)
+    plain = reference.rms_norm(x, weight, EPS, other)
+    for y in (fused, plain):
+        y = y[0] if isinstance(y, tuple) else y
+        assert y.dtype == torch.float16
+        assert relative_rms(y, expected) < 1e-5, "one rounding to half precision more would be 3e-4"
+
+
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = RmsNorm(choice("rms_norm", "check"))
     x, weight, other = (

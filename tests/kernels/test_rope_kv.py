@@ -47,6 +47,26 @@ def run(impl: str, data: dict[str, torch.Tensor], norm: bool) -> tuple[torch.Ten
     return rope(data["qkv"], k_pool, v_pool, step, *weights, EPS), k_pool, v_pool
 
 
+def test_rows_of_a_wider_tensor_and_float32_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of a merged projection, and weights that round the product alone."""
+    data = make(5, 4, 2, 16, 4, 4, torch.float16)
+    wide = torch.full((5, 8 * 16 + 7), POISON, dtype=torch.float16, device=DEVICE)
+    wide[:, 3:-4] = data["qkv"]
+    precise = {name: torch.randn(16, device=DEVICE) for name in ("q_norm", "k_norm")}
+    view = {**data, **precise, "qkv": wide[:, 3:-4]}
+    assert not view["qkv"].is_contiguous()
+    expected = run("reference", {**data, **precise}, norm=True)
+    with poisoned_outputs(monkeypatch):
+        actual = run("triton", view, norm=True)
+    for ours, reference, whole in zip(actual, run("reference", view, norm=True), expected, strict=True):
+        assert torch.equal(reference, whole)
+        assert ours.dtype == torch.float16
+        assert relative_rms(ours, whole) <= checking.RELATIVE_RMS[torch.float16] / 10
+    heads = data["qkv"].view(5, 8, 16)[:, :4, 4:].float()
+    scale = torch.rsqrt(data["qkv"].view(5, 8, 16)[:, :4].float().square().mean(-1, keepdim=True) + EPS)
+    assert torch.equal(expected[0][..., 4:], (precise["q_norm"][4:] * (heads * scale)).half())
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from make_tiny_model import make_tiny_model
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from freetoken.errors import StartupError
@@ -222,3 +224,116 @@ def test_llama3_scaling_of_a_gguf_becomes_divisors(tmp_path: Path) -> None:
     plain = 5e5 ** (-np.arange(0, 32, 2) / 32)
     np.testing.assert_allclose(plain / model.rope_scaling["factors"], expected.numpy(), rtol=2e-6)
     assert max(model.rope_scaling["factors"]) == 8.0 and min(model.rope_scaling["factors"]) == 1.0
+
+
+# --- hybrid models ---------------------------------------------------------------------------------------------------
+
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+    "eos_token_id": 7,
+    "dtype": "bfloat16",
+}
+LINEAR3_FULL1 = ("linear_attention",) * 3 + ("full_attention",)
+
+
+def test_hybrid() -> None:
+    model = parse_hf_config(HYBRID, None, "m")
+    assert model.layer_types == LINEAR3_FULL1 * 2
+    assert (model.num_linear_layers, model.num_attention_layers) == (6, 2)
+    assert (model.rotary_dim, model.rope_theta, model.rope_scaling) == (8, 1e7, None)
+    assert model.attn_output_gate and model.zero_centred_norm and model.qk_norm
+    linear = model.linear_attention
+    assert linear is not None
+    assert (linear.key_size, linear.value_size, linear.channels, linear.conv_width) == (32, 144, 208, 4)
+    assert linear.projected == 208 + 144 + 12
+    assert model.kv_bytes_per_token(2) == 2 * 2 * 64 * 2
+
+
+def test_hybrid_beside_a_vision_tower() -> None:
+    """The language model is described in ``text_config``; class, type and tying stand beside it."""
+    text = {key: value for key, value in HYBRID.items() if key != "architectures"} | {"model_type": "qwen3_5_text"}
+    published = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": text | {"tie_word_embeddings": False},
+        "vision_config": {"hidden_size": 5, "num_heads": 3},
+    }
+    model = parse_hf_config(published, None, "m")
+    alone = parse_hf_config(HYBRID | {"tie_word_embeddings": True}, None, "m")
+    assert model.architecture == "Qwen3_5ForConditionalGeneration"
+    assert model == dataclasses.replace(alone, architecture=model.architecture)
+    del published["architectures"]
+    assert parse_hf_config(published, None, "m") == model
+    with pytest.raises(StartupError, match="text_config must be an object"):
+        parse_hf_config(published | {"text_config": 3}, None, "m")
+
+
+def test_hybrid_defaults_are_those_of_transformers() -> None:
+    defaults = Qwen3_5TextConfig()
+    model = parse_hf_config({"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 32, **NEEDED}, None, "m")
+    linear = model.linear_attention
+    assert linear is not None
+    assert list(model.layer_types) == defaults.layer_types
+    assert (linear.num_key_heads, linear.num_value_heads) == (
+        defaults.linear_num_key_heads,
+        defaults.linear_num_value_heads,
+    )
+    assert (linear.key_head_dim, linear.value_head_dim) == (
+        defaults.linear_key_head_dim,
+        defaults.linear_value_head_dim,
+    )
+    assert (linear.conv_width, model.head_dim) == (defaults.linear_conv_kernel_dim, defaults.head_dim)
+    assert model.rotary_dim == int(defaults.head_dim * defaults.rope_parameters["partial_rotary_factor"])
+    assert model.max_position_embeddings == defaults.max_position_embeddings
+
+
+NEEDED = {"vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 is not a multiple of linear_num_key_heads 2"),
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads must be an integer from 1"),
+        ({"linear_key_head_dim": 512}, "linear_key_head_dim must be an integer from 1 to 256"),
+        ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim must be from 2 to 4, not 5"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be from 2 to 4, not 1"),
+        ({"layer_types": [*LINEAR3_FULL1, "sliding_attention"]}, "layer_types holds 'sliding_attention'"),
+        ({"layer_types": [*LINEAR3_FULL1]}, "layer_types has 4 entries, but num_hidden_layers is 8"),
+        ({"layer_types": "linear_attention"}, "layer_types must be a list"),
+        ({"layer_types": ["linear_attention"] * 8}, "layer_types holds no full_attention"),
+        ({"num_hidden_layers": 3}, "layer_types holds no full_attention"),
+        ({"full_attention_interval": 0}, "full_attention_interval must be an integer"),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor 0.1 of a head of 32"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor 1.5 of a head of 32"),
+        ({"rope_parameters": {"rope_type": "mystery"}}, "rope_type 'mystery'"),
+    ],
+)
+def test_bad_hybrid_configs_name_the_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(words)):
+        parse_hf_config(HYBRID | change, None, "m")
+
+
+def test_linear_layers_are_for_hybrid_models_alone() -> None:
+    with pytest.raises(StartupError, match="layer_types holds 'linear_attention', but only full_attention"):
+        parse_hf_config(LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "m")

@@ -166,7 +166,7 @@ def test_weights_convert_to_the_model_type() -> None:
     model = build_model(model_config(oracle), dtype=torch.float16, device="cpu", max_positions=64)
     model.load_weights(oracle.state_dict().items())
     expected = oracle.state_dict()["model.layers.1.self_attn.k_proj.weight"].half()
-    assert torch.equal(model.layers[1].qkv.weight[96:128], expected)
+    assert torch.equal(model.layers[1].mixer.qkv.weight[96:128], expected)
     assert model.weight_bytes == 2 * sum(tensor.numel() for tensor in oracle.state_dict().values())
 
 
@@ -237,6 +237,6 @@ def test_tensor_parallel_shards_add_up() -> None:
     x = torch.randn(5, 48)
     parts = [layer.down(layer.gate_up(x)) for layer in ranks]
     torch.testing.assert_close(parts[0] + parts[1], whole.down(whole.gate_up(x)))
-    assert torch.equal(torch.cat([layer.qkv.weight[48:64] for layer in ranks]), whole.qkv.weight[96:128])
+    assert torch.equal(torch.cat([layer.mixer.qkv.weight[48:64] for layer in ranks]), whole.mixer.qkv.weight[96:128])
     with pytest.raises(StartupError, match=r"num_attention_heads \(6\) does not divide over 4"):
         DecoderModel(model_config(oracle), dtype=torch.float32, device="cpu", max_positions=64, tp_size=4)

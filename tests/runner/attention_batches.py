@@ -116,6 +116,7 @@ def make_case(
         rows=torch.tensor(order[: len(lens)], dtype=torch.int64, device=device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         q_starts=starts.to(torch.int32).to(device),
+        starts=torch.tensor([p for p, _ in prefills], dtype=torch.int32, device=device),
         sample_index=empty[:0],
         page_table=table.to(device),
         max_q_len=max((n for _, n in prefills), default=0),

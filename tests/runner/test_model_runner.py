@@ -38,7 +38,7 @@ GEOMETRY = {
 }
 
 
-QWEN3_8B_LAYERS = {
+QWEN3_8B_LAYERS: dict[str, object] = {
     "hidden_size": 4096,
     "num_hidden_layers": 2,
     "num_attention_heads": 32,
@@ -49,8 +49,33 @@ QWEN3_8B_LAYERS = {
 }
 
 
+# Two layers of linear attention with a state each, one of gated attention.
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+QWEN3_5_27B_LAYERS: dict[str, object] = {
+    **HYBRID,
+    "hidden_size": 5120,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 17408,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248320,
+}
+
+
 def make_config(
-    folder: Path, buckets: tuple[int, ...], geometry: dict[str, int] | None = None, **changes: object
+    folder: Path, buckets: tuple[int, ...], geometry: dict[str, object] | None = None, **changes: object
 ) -> Config:
     (folder / "config.json").write_text(json.dumps({**GEOMETRY, **(geometry or {})}))
     args = ServerArgs(
@@ -68,7 +93,10 @@ def make_config(
 
 
 def generate(runner: ModelRunner, config: Config, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    scheduler = Scheduler(config, runner, check_invariants=True)
+    return generate_with(Scheduler(config, runner, check_invariants=True), prompts, tokens)
+
+
+def generate_with(scheduler: Scheduler, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     for index, ids in enumerate(prompts):
         sampling = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
         scheduler.add(AddRequest(str(index), ids, sampling))
@@ -85,10 +113,27 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(0, 999, rng.integers(1, 70)).tolist() for _ in range(count)]
 
 
+SIZES = [
+    pytest.param({}, id="small"),
+    pytest.param(HYBRID, id="hybrid"),
+    pytest.param(QWEN3_8B_LAYERS, id="8b", marks=pytest.mark.gpu),
+    pytest.param(QWEN3_5_27B_LAYERS, id="hybrid 27b", marks=pytest.mark.gpu),
+]
+FAMILIES = pytest.mark.parametrize("geometry", SIZES[:2])
+
+
+def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
+    """Every layer's states, all slots but the one for padding, which anything may be left in."""
+    states = runner.states
+    if states is None:
+        return []
+    return [states.layer(spec.name, layer)[:-1] for spec in states.specs for layer in range(spec.layers)]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 19])
-@pytest.mark.parametrize("geometry", [{}, pytest.param(QWEN3_8B_LAYERS, marks=pytest.mark.gpu)], ids=["small", "8b"])
-def test_replay_equals_eager_bit_for_bit(geometry: dict[str, int], count: int, tmp_path: Path) -> None:
-    """Three replays with fresh inputs against the same padded batch run eagerly."""
+@pytest.mark.parametrize("geometry", SIZES)
+def test_replay_equals_eager_bit_for_bit(geometry: dict[str, object], count: int, tmp_path: Path) -> None:
+    """Three replays with fresh inputs against the same padded batch run eagerly from the same states."""
     config = make_config(tmp_path, (1, 2, 4, 8, 16, 24), geometry)
     runner = ModelRunner(config)
     generate(runner, config, prompts_of(count, count), 2)
@@ -97,6 +142,8 @@ def test_replay_equals_eager_bit_for_bit(geometry: dict[str, int], count: int, t
     rng = np.random.default_rng(count)
     with torch.inference_mode():
         runner.kv.storage.normal_()
+        for state in state_tensors(runner):
+            state.normal_()
         for row in range(count):
             pages = torch.arange(1 + 6 * row, 7 + 6 * row, dtype=torch.int32, device=runner.device)
             runner.page_table[row, :6] = pages
@@ -105,21 +152,30 @@ def test_replay_equals_eager_bit_for_bit(geometry: dict[str, int], count: int, t
             positions = rng.integers(0, 90, count)
             slots = (1 + 6 * rows + positions // 16) * 16 + positions % 16
             runner._last_ids.copy_(torch.from_numpy(rng.integers(0, 999, len(runner._last_ids))))
+            before = [state.clone() for state in state_tensors(runner)]
             replayed, _ = graphs.replay(rows, positions, slots, (positions + 1).astype(np.int32))
             replayed = replayed.clone()
+            after = [state.clone() for state in state_tensors(runner)]
+            for state, kept in zip(state_tensors(runner), before):
+                state.copy_(kept)
             batch = graphs._batches[graphs.bucket(count)]
             runner.attention.plan(batch)
             eager = runner._decode_logits(batch)[:count]
             assert torch.isfinite(replayed).all()
             assert torch.equal(replayed, eager)
+            assert all(map(torch.equal, after, state_tensors(runner)))
+            assert not any(map(torch.equal, after, before))
 
 
+@FAMILIES
 @pytest.mark.parametrize("overlap", [False, True])
-def test_graphs_overlap_and_page_layout_do_not_change_the_text(overlap: bool, tmp_path: Path) -> None:
+def test_graphs_overlap_and_page_layout_do_not_change_the_text(
+    geometry: dict[str, object], overlap: bool, tmp_path: Path
+) -> None:
     prompts = prompts_of(11, 1)
-    plain = make_config(tmp_path, (), overlap=False)
+    plain = make_config(tmp_path, (), geometry, overlap=False)
     expected = generate(ModelRunner(plain), plain, prompts, 12)
-    graphed = make_config(tmp_path, (1, 2, 4, 8, 16), overlap=overlap)
+    graphed = make_config(tmp_path, (1, 2, 4, 8, 16), geometry, overlap=overlap)
     runner = ModelRunner(graphed)
     found = generate(runner, graphed, prompts, 12)
     replays, misses = runner.graph_counts()
@@ -132,12 +188,33 @@ def test_graphs_overlap_and_page_layout_do_not_change_the_text(overlap: bool, tm
         assert found == expected
 
 
-@pytest.mark.gpu
-def test_a_step_never_waits_for_the_gpu(tmp_path: Path) -> None:
-    """Launching decode and prefill steps reads nothing back: only collecting does."""
-    config = make_config(tmp_path, (1, 2, 4), overlap=True)
+@FAMILIES
+def test_a_prefix_hit_gives_the_text_of_a_cold_start(geometry: dict[str, object], tmp_path: Path) -> None:
+    """Two prompts of 300 tokens, then both again with other ends; states of the hits were overwritten in between."""
+    config = make_config(tmp_path, (1, 2, 4), geometry, overlap=True)
     runner = ModelRunner(config)
-    generate(runner, config, prompts_of(3, 0), 4)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 999, 300).tolist() for _ in range(2)]
+    longer = [[*prompt, index, 5, 7] for index, prompt in enumerate(prompts)]
+    cold = [generate(runner, dataclasses.replace(config, radix_cache=False), [prompt], 16)[0] for prompt in longer]
+    scheduler = Scheduler(config, runner, check_invariants=True)
+    generate_with(scheduler, prompts, 4)
+    generate_with(scheduler, prompts_of(5, 2), 4)
+    warm = [generate_with(scheduler, [prompt], 16)[0] for prompt in longer]
+    assert scheduler.stats().cached_tokens >= 2 * 288
+    assert scheduler.stats().state_hits >= (2 if runner.has_state else 0)
+    same = sum(a == b for ours, theirs in zip(warm, cold) for a, b in zip(ours, theirs))
+    assert same >= 24 if GPU else warm == cold
+
+
+@pytest.mark.gpu
+@FAMILIES
+def test_a_step_never_waits_for_the_gpu(geometry: dict[str, object], tmp_path: Path) -> None:
+    """Launching decode and prefill steps reads nothing back, not even off checkpoints: only collecting does."""
+    config = make_config(tmp_path, (1, 2, 4), geometry, overlap=True)
+    runner = ModelRunner(config)
+    long = [np.random.default_rng(9).integers(0, 999, 200).tolist()]
+    generate(runner, config, [*prompts_of(3, 0), *long], 4)
     launch, modes = runner.launch, []
 
     def watched(batch: object) -> object:
@@ -149,5 +226,8 @@ def test_a_step_never_waits_for_the_gpu(tmp_path: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     runner.launch = watched  # type: ignore[method-assign,assignment]
-    generate(runner, config, prompts_of(3, 7), 6)
+    scheduler = Scheduler(config, runner, check_invariants=True)
+    for prompts in (prompts_of(3, 7), long, long):
+        generate_with(scheduler, prompts, 6)
+    assert scheduler.stats().cached_tokens > 0
     assert True in modes and False in modes

@@ -213,6 +213,7 @@ def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int
         rows=torch.arange(len(lengths), device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         q_starts=starts,
+        starts=torch.zeros(len(prefills), dtype=torch.int32, device=device),
         sample_index=zeros[:0],
         page_table=table,
         max_q_len=max(prefills, default=0),

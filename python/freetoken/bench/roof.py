@@ -6,22 +6,28 @@ The counts are pure arithmetic on a :class:`~freetoken.models.config.ModelConfig
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from freetoken.loader.names import expected_tensors
 from freetoken.models.config import ModelConfig
-from freetoken.runner.memory import ELEMENT_BYTES
+from freetoken.models.registry import find
+from freetoken.runner.memory import ELEMENT_BYTES, state_slot_bytes
 
 if TYPE_CHECKING:
     import torch
 
 
-def layer_matrix_elements(model: ModelConfig) -> int:
-    """Elements of one layer's weight matrices: q, k, v, o, gate, up and down."""
-    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
-    return attention + 3 * model.hidden_size * model.intermediate_size
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def matrix_elements(model: ModelConfig) -> int:
+    """Elements of all layers' weight matrices, which multiply every token; embedding and head are not among them."""
+    shapes = expected_tensors(model)
+    return sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name not in (EMBEDDING, HEAD))
 
 
 def weight_elements(model: ModelConfig) -> int:
@@ -29,31 +35,31 @@ def weight_elements(model: ModelConfig) -> int:
 
     The embedding table is not counted (a step reads one row a request of it), except as the output head when tied.
     """
-    layer = layer_matrix_elements(model) + 2 * model.hidden_size
-    if model.qk_norm:
-        layer += 2 * model.head_dim
-    if model.attention_bias:
-        layer += model.q_size + 2 * model.kv_size
-    if model.mlp_bias:
-        layer += 2 * model.intermediate_size + model.hidden_size
-    return model.num_layers * layer + model.hidden_size + model.vocab_size * model.hidden_size
+    shapes = expected_tensors(model)
+    unread = () if model.tie_word_embeddings else (EMBEDDING,)
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in unread)
 
 
 def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str, kv_dtype: str) -> float:
-    """Bytes one decode step must read: the weights once, and K and V of ``requests`` sequences of ``depth`` tokens."""
+    """Bytes one decode step must move: the weights once, K and V of ``requests`` sequences of ``depth`` tokens, and their
+    recurrent state, which is read and written."""
     kv = requests * depth * model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype])
-    return weight_elements(model) * ELEMENT_BYTES[dtype] + kv
+    states = 2 * requests * state_slot_bytes(find(model.architecture).state_specs(model), dtype)
+    return weight_elements(model) * ELEMENT_BYTES[dtype] + kv + states
 
 
 def prefill_flops(model: ModelConfig, *, requests: int, tokens: int) -> float:
     """Multiply-adds times two of a prefill of ``requests`` prompts of ``tokens`` each, from position 0.
 
-    Layer matrices on every token, causal attention (q·k and p·v on the lower triangle), the output head on one row a
-    request.
+    Layer matrices on every token, causal attention (q·k and p·v on the lower triangle), the delta rule token by token (three
+    products of state and vector), the output head on one row a request.
     """
-    matrices = 2 * model.num_layers * layer_matrix_elements(model) * requests * tokens
-    attention = model.num_layers * 4 * model.q_size * requests * tokens * (tokens + 1) / 2
-    return matrices + attention + 2 * requests * model.vocab_size * model.hidden_size
+    matrices = 2 * matrix_elements(model) * requests * tokens
+    attention = model.num_attention_layers * 4 * model.q_size * requests * tokens * (tokens + 1) / 2
+    rule = 0
+    if model.linear_attention is not None:
+        rule = 6 * model.num_linear_layers * model.linear_attention.value_size * model.linear_attention.key_head_dim
+    return matrices + attention + rule * requests * tokens + 2 * requests * model.vocab_size * model.hidden_size
 
 
 def timer(device: str) -> Callable[[Callable[[], object], int], float]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.gguf_config import hf_config_from_gguf
-from freetoken.loader.names import DECODABLE_TYPES, ROPE_FACTORS, canonical_name, expected_tensors, is_ignorable
+from freetoken.loader.names import (
+    DECODABLE_TYPES,
+    ROPE_FACTORS,
+    canonical_name,
+    expected_tensors,
+    is_ignorable,
+    set_aside,
+    stored_name,
+)
 from freetoken.loader.safetensors import FLOAT_DTYPES, StoredTensor, index_folder, read_json
 from freetoken.models.config import ModelConfig
-from freetoken.models.parse import parse_hf_config
+from freetoken.models.parse import flatten_text_config, parse_hf_config
 
 # A newer spelling that would hide an older one given as an override.
 _RENAMED = {"torch_dtype": "dtype", "dtype": "torch_dtype"}
@@ -31,9 +39,10 @@ class Checkpoint:
     """An opened and checked checkpoint.
 
     ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file. ``hf_config`` is the configuration
-    dictionary after overrides (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
+    dictionary after overrides, with the keys of a ``text_config`` at the top (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
     (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
-    the load format ``dummy``; ``total_bytes`` is their stored size.
+    the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
+    tower, multi-token prediction) by the name of the part; they are not read.
     """
 
     kind: str
@@ -45,6 +54,7 @@ class Checkpoint:
     gguf: GGUFFile | None
     stored: dict[str, StoredTensor]
     gguf_names: dict[str, str]
+    aside: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
     def tokenizer(self) -> TokenizerFiles:
         """Where the tokenizer is."""
@@ -107,12 +117,13 @@ def _lay_over(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 
 def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
-    config = _lay_over(read_json(folder / "config.json"), overrides)
+    config = _lay_over(flatten_text_config(read_json(folder / "config.json")), overrides)
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
     name = folder.resolve().name
     model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
-    stored = _select_stored(folder, index_folder(folder), model) if weights else {}
+    found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
+    stored = _select_stored(folder, found, model) if weights else {}
     return Checkpoint(
         kind="safetensors",
         path=folder,
@@ -123,7 +134,26 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
         gguf=None,
         stored=stored,
         gguf_names={},
+        aside=aside,
     )
+
+
+def _name_stored(
+    found: dict[str, StoredTensor], model: ModelConfig
+) -> tuple[dict[str, StoredTensor], dict[str, list[StoredTensor]]]:
+    """Tensors by their canonical names, and those of parts that are not served by the name of the part."""
+    named: dict[str, StoredTensor] = {}
+    aside: dict[str, list[StoredTensor]] = {}
+    for name, tensor in found.items():
+        part = set_aside(name, model)
+        if part is not None:
+            aside.setdefault(part, []).append(tensor)
+            continue
+        canonical = stored_name(name) if model.layer_types else name
+        if canonical in named:
+            raise StartupError(f"{tensor.path}: tensors {named[canonical].name!r} and {name!r} are the same one")
+        named[canonical] = tensor
+    return named, aside
 
 
 def _select_stored(folder: Path, found: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:
@@ -134,13 +164,13 @@ def _select_stored(folder: Path, found: dict[str, StoredTensor], model: ModelCon
             if is_ignorable(name, model):
                 continue
             raise StartupError(
-                f"{tensor.path}: tensor {name!r} is not part of a {model.architecture} with this config.json"
+                f"{tensor.path}: tensor {tensor.name!r} is not part of a {model.architecture} with this config.json"
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise StartupError(
-                f"{tensor.path}: tensor {name!r} has dtype {tensor.dtype}, which is not served; {', '.join(FLOAT_DTYPES)} are"
+                f"{tensor.path}: tensor {tensor.name!r} has dtype {tensor.dtype}, which is not served; {', '.join(FLOAT_DTYPES)} are"
             )
-        _check_shape(tensor.path, name, tensor.shape, expected[name])
+        _check_shape(tensor.path, tensor.name, tensor.shape, expected[name])
     _check_complete(folder, expected, found)
     return {name: tensor for name, tensor in found.items() if name in expected}
 

@@ -1,10 +1,10 @@
-"""Which tensors a model has, under which names, and how GGUF spells them (torch-free)."""
+"""Which tensors a model has, under which names, and how files spell them (torch-free)."""
 
 from __future__ import annotations
 
 import re
 
-from freetoken.models.config import ModelConfig
+from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
 
 # GGUF types that can be decoded at load.
 DECODABLE_TYPES = frozenset(
@@ -43,34 +43,93 @@ def canonical_name(gguf_name: str) -> str | None:
     return f"model.layers.{int(match[1])}.{_GGUF_LAYER[match[2]]}.{match[3]}"
 
 
+def stored_name(name: str) -> str:
+    """The canonical name of a tensor of a safetensors file: that of the language model beside a vision tower loses its prefix."""
+    prefix = "model.language_model."
+    return f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
+VISION, MTP = "vision tower", "multi-token prediction"
+_ASIDE = (("model.visual.", VISION), ("mtp.", MTP))
+
+
+def set_aside(name: str, model: ModelConfig) -> str | None:
+    """What part of a hybrid checkpoint ``name`` belongs to when it is none of the language model itself, or ``None``."""
+    if not model.layer_types:
+        return None
+    return next((part for prefix, part in _ASIDE if name.startswith(prefix)), None)
+
+
+def _attention_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, q, kv = model.hidden_size, model.q_size, model.kv_size
+    projections = {
+        "q_proj": (2 * q if model.attn_output_gate else q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, q),
+    }
+    shapes = _linears("self_attn", projections, model.attention_bias)
+    if model.qk_norm:
+        shapes |= {f"self_attn.{part}.weight": (model.head_dim,) for part in ("q_norm", "k_norm")}
+    return shapes
+
+
+def _linear_attention_tensors(hidden: int, linear: LinearAttentionConfig) -> dict[str, tuple[int, ...]]:
+    heads = linear.num_value_heads
+    projections = {
+        "in_proj_qkv": (linear.channels, hidden),
+        "in_proj_z": (linear.value_size, hidden),
+        "in_proj_b": (heads, hidden),
+        "in_proj_a": (heads, hidden),
+        "out_proj": (hidden, linear.value_size),
+    }
+    return _linears("linear_attn", projections, biased=False) | {
+        "linear_attn.conv1d.weight": (linear.channels, 1, linear.conv_width),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (linear.value_head_dim,),
+    }
+
+
+def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part, shape in projections.items():
+        shapes[f"{prefix}.{part}.weight"] = shape
+        if biased:
+            shapes[f"{prefix}.{part}.bias"] = shape[:1]
+    return shapes
+
+
 def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name and torch shape of every tensor of ``model``; a tied ``lm_head.weight`` is not among them."""
-    hidden, ffn, q, kv = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
+    hidden, ffn = model.hidden_size, model.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
-    projections = {
-        "self_attn.q_proj": (q, hidden, model.attention_bias),
-        "self_attn.k_proj": (kv, hidden, model.attention_bias),
-        "self_attn.v_proj": (kv, hidden, model.attention_bias),
-        "self_attn.o_proj": (hidden, q, model.attention_bias),
-        "mlp.gate_proj": (ffn, hidden, model.mlp_bias),
-        "mlp.up_proj": (ffn, hidden, model.mlp_bias),
-        "mlp.down_proj": (hidden, ffn, model.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if model.qk_norm:
-        norms |= {"self_attn.q_norm": model.head_dim, "self_attn.k_norm": model.head_dim}
+    mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    common: dict[str, tuple[int, ...]] = _linears("mlp", mlp, model.mlp_bias)
+    common |= {f"{part}.weight": (hidden,) for part in ("input_layernorm", "post_attention_layernorm")}
     for layer in range(model.num_layers):
-        prefix = f"model.layers.{layer}."
-        for part, (rows, columns, biased) in projections.items():
-            shapes[f"{prefix}{part}.weight"] = (rows, columns)
-            if biased:
-                shapes[f"{prefix}{part}.bias"] = (rows,)
-        for part, size in norms.items():
-            shapes[f"{prefix}{part}.weight"] = (size,)
+        linear = model.linear_attention if model.layer_type(layer) == LINEAR_ATTENTION else None
+        mixer = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in (mixer | common).items()}
     shapes["model.norm.weight"] = (hidden,)
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes
+
+
+def keeps_float32(name: str, model: ModelConfig) -> bool:
+    """Whether tensor ``name`` is used in float32 whatever the type of the model.
+
+    Decays of linear attention, where a rounding adds up over a long text, and norm weights that 1 is added to.
+    """
+    if name.endswith((".A_log", ".dt_bias")):
+        return True
+    return model.zero_centred_norm and is_zero_centred(name)
+
+
+def is_zero_centred(name: str) -> bool:
+    """Whether ``name`` is a norm weight that a model with ``zero_centred_norm`` stores less 1."""
+    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
 def is_ignorable(name: str, model: ModelConfig) -> bool:

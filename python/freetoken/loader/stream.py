@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from freetoken.loader.checkpoint import Checkpoint
+from freetoken.loader.names import keeps_float32
 from freetoken.loader.safetensors import StoredTensor
 from freetoken.models.config import ModelConfig
 
@@ -19,7 +20,7 @@ def stream_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new CPU tensor of ``dtype``.
 
-    A tied ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each
+    Those that a model keeps in float32 are yielded in it. A tied ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each
     tensor ``progress`` gets the stored bytes read so far and ``checkpoint.total_bytes``.
     """
     done = 0
@@ -38,7 +39,8 @@ def _safetensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[s
             # Copy-on-write, so that torch gets a writable buffer; nothing is ever written to it.
             mapped = (stored.path, np.memmap(stored.path, dtype=np.uint8, mode="c"))
         assert mapped[1] is not None
-        yield name, _copy_stored(mapped[1], stored, dtype), stored.nbytes
+        kind = torch.float32 if keeps_float32(name, checkpoint.model) else dtype
+        yield name, _copy_stored(mapped[1], stored, kind), stored.nbytes
 
 
 def _copy_stored(data: np.memmap, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +57,7 @@ def _gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, tor
     assert file is not None
     for name, source in checkpoint.gguf_names.items():
         stored = file.tensors[source]
-        tensor = decode_tensor(file, stored, dtype)
+        tensor = decode_tensor(file, stored, torch.float32 if keeps_float32(name, checkpoint.model) else dtype)
         yield name, _rotary_halves(name, tensor, checkpoint.model), stored.nbytes
 
 

@@ -5,16 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """Geometry of the Gated DeltaNet layers of a hybrid model. Value head h uses key head ``h // (value / key heads)``."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key (or query) heads together."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of all value heads together."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def projected(self) -> int:
+        """Width of everything that is projected from a layer's input: the channels, z, a and b."""
+        return self.channels + self.value_size + 2 * self.num_value_heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Geometry and conventions of a dense decoder.
+    """Geometry and conventions of a decoder.
 
     ``architecture`` is the Hugging Face class name (``LlamaForCausalLM``, ``Qwen3ForCausalLM``), the key into the model
     registry. ``vocab_size`` counts embedding rows; ``tokenizer`` ids above the tokenizer's own are never sampled.
     ``rope_scaling`` is the Hugging Face dictionary (``rope_type`` and its parameters) or ``None``. ``dtype`` is the
     checkpoint's own. ``eos_token_ids`` unites config and generation config. ``sampling_defaults`` holds the
     ``generation_config.json`` values of temperature, top_p, top_k, min_p and repetition_penalty where present.
+
+    ``layer_types`` names each layer of a hybrid model ``full_attention`` or ``linear_attention``; empty means full attention
+    everywhere. ``linear_attention`` is the geometry of the latter kind. ``rotary_dim`` is how much of a head is rotated
+    (``None``: all). With ``attn_output_gate`` the query projection holds, for each head, a query and a gate on the head's
+    output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
     """
 
     architecture: str
@@ -34,6 +72,11 @@ class ModelConfig:
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    linear_attention: LinearAttentionConfig | None = None
+    rotary_dim: int | None = None
+    attn_output_gate: bool = False
+    zero_centred_norm: bool = False
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -49,6 +92,19 @@ class ModelConfig:
         """Width of all key (or value) heads together."""
         return self.num_kv_heads * self.head_dim
 
+    def layer_type(self, layer: int) -> str:
+        """``full_attention`` or ``linear_attention``."""
+        return self.layer_types[layer] if self.layer_types else FULL_ATTENTION
+
+    @property
+    def num_linear_layers(self) -> int:
+        return self.layer_types.count(LINEAR_ATTENTION)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that have K and V."""
+        return self.num_layers - self.num_linear_layers
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.kv_size * element_bytes
+        """Bytes of K and V of one token over all layers that have them."""
+        return 2 * self.num_attention_layers * self.kv_size * element_bytes

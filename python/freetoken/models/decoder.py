@@ -1,9 +1,10 @@
-"""The dense decoder shared by the Llama and Qwen3 families: pre-norm attention and SwiGLU blocks over paged KV."""
+"""The decoder shared by all families: pre-norm token mixers and SwiGLU blocks; the mixer here is attention over paged KV."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +23,7 @@ from freetoken.models.layers import (
     Placement,
     RowLinear,
     Slot,
+    Weighted,
     load,
 )
 from freetoken.models.rope import rotary_table
@@ -29,13 +31,37 @@ from freetoken.models.rope import rotary_table
 if TYPE_CHECKING:
     from freetoken.runner.forward_batch import ForwardBatch
     from freetoken.runner.kv_pool import KVPool
+    from freetoken.runner.state_pool import StatePool
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """What the model needs of an attention backend."""
 
     def forward(self, layer: int, q: torch.Tensor, fb: ForwardBatch) -> torch.Tensor:
-        """Attention of ``q [T, Hq, D]`` over the pages of layer ``layer``, as ``[T, Hq * D]``."""
+        """Attention of ``q [T, Hq, D]`` over the pages of KV layer ``layer``, as ``[T, Hq * D]``."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every layer of one forward shares. ``states`` is ``None`` for a model without per-request state; ``extra`` is
+    what the model's :meth:`DecoderModel.prepare` made of the batch."""
+
+    fb: ForwardBatch
+    kv: KVPool
+    rope: Step
+    backend: AttentionBackend
+    states: StatePool | None = None
+    extra: Any = None
+
+
+class Mixer(Protocol):
+    """The part of a layer that looks at other tokens."""
+
+    def modules(self) -> Iterator[Weighted]:
+        """Its parts that own weights."""
+
+    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+        """``[T, hidden]`` of normed inputs ``[T, hidden]``; keys, values or states of all T tokens are stored."""
 
 
 class Ops:
@@ -43,72 +69,93 @@ class Ops:
 
     def __init__(self, config: ModelConfig, device: torch.device, max_positions: int) -> None:
         kind = device.type
-        self.norm = RmsNorm(choose_op("rms_norm", kind))
-        self.rope = RopeKv(choose_op("rope_kv", kind), rotary_table(config, max_positions, device))
+        self.norm = RmsNorm(_norm_choice(config, kind))
+        table = rotary_table(config, max_positions, device, rotary_dim=config.rotary_dim)
+        self.rope = RopeKv(choose_op("rope_kv", kind), table)
         silu_mul = SiluMul(choose_op("silu_mul", kind))
         self.gemm = SmallGemm(choose_op("small_gemm", kind), silu_mul)
         self.choices: list[Choice] = [self.norm.choice, self.rope.choice, silu_mul.choice, self.gemm.choice]
 
 
-class DecoderLayer:
-    """One block: attention and MLP, each behind a norm and added to the residual."""
+def _norm_choice(config: ModelConfig, kind: str) -> Choice:
+    choice = choose_op("rms_norm", kind)
+    if choice.impl == "sgl_kernel" and config.zero_centred_norm:
+        return Choice(choice.op, choice.flag, "triton", "sgl_kernel takes no float32 weights beside other activations")
+    return choice
 
-    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int) -> None:
-        prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+
+class Attention:
+    """Causal attention over paged KV; ``kv_layer`` counts the layers that have KV."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str, kv_layer: int) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.index = index
+        self.kv_layer = kv_layer
         self.rope = ops.rope
         self.eps = eps
-        self.input_norm = Norm(ops.norm, place, f"{prefix}.input_layernorm", hidden, eps)
-        projections = {
-            f"{attention}.q_proj": config.q_size,
-            f"{attention}.k_proj": config.kv_size,
-            f"{attention}.v_proj": config.kv_size,
-        }
-        self.qkv = ColumnLinear(ops.gemm, place, projections, hidden, bias=config.attention_bias)
+        self.qkv = self.make_projection(config, ops, place, name)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = Norm(ops.norm, place, f"{attention}.q_norm", config.head_dim, eps)
-            self.k_norm = Norm(ops.norm, place, f"{attention}.k_norm", config.head_dim, eps)
-        self.o = RowLinear(ops.gemm, place, f"{attention}.o_proj", hidden, config.q_size, bias=config.attention_bias)
-        self.post_norm = Norm(ops.norm, place, f"{prefix}.post_attention_layernorm", hidden, eps)
+            centred = config.zero_centred_norm
+            self.q_norm = Norm(ops.norm, place, f"{name}.q_norm", config.head_dim, eps, zero_centred=centred)
+            self.k_norm = Norm(ops.norm, place, f"{name}.k_norm", config.head_dim, eps, zero_centred=centred)
+        self.o = RowLinear(ops.gemm, place, f"{name}.o_proj", hidden, config.q_size, bias=config.attention_bias)
+
+    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear:
+        """The merged projection of queries, keys and values."""
+        parts = {f"{name}.q_proj": config.q_size, f"{name}.k_proj": config.kv_size, f"{name}.v_proj": config.kv_size}
+        return ColumnLinear(ops.gemm, place, parts, config.hidden_size, bias=config.attention_bias)
+
+    def modules(self) -> Iterator[Weighted]:
+        yield self.qkv
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from (self.q_norm, self.k_norm)
+        yield self.o
+
+    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+        return self.o(self.attend(self.qkv(x), step))
+
+    def attend(self, qkv: torch.Tensor, step: Pass) -> torch.Tensor:
+        """Heads side by side ``[T, Hq * D]`` from projections ``qkv [T, (Hq + 2 Hkv) D]`` of any row stride."""
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        layer = self.kv_layer
+        q = self.rope(qkv, step.kv.k(layer), step.kv.v(layer), step.rope, q_norm, k_norm, self.eps)
+        return step.backend.forward(layer, q, step.fb)
+
+
+class DecoderLayer:
+    """One block: token mixer and MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int, mixer: Mixer) -> None:
+        prefix = f"model.layers.{index}"
+        mlp = f"{prefix}.mlp"
+        hidden, eps, centred = config.hidden_size, config.rms_norm_eps, config.zero_centred_norm
+        self.input_norm = Norm(ops.norm, place, f"{prefix}.input_layernorm", hidden, eps, zero_centred=centred)
+        self.mixer = mixer
+        self.post_norm = Norm(ops.norm, place, f"{prefix}.post_attention_layernorm", hidden, eps, zero_centred=centred)
         gates = {f"{mlp}.gate_proj": config.intermediate_size, f"{mlp}.up_proj": config.intermediate_size}
         self.gate_up = GatedLinear(ops.gemm, place, gates, hidden, bias=config.mlp_bias)
         self.down = RowLinear(
             ops.gemm, place, f"{mlp}.down_proj", hidden, config.intermediate_size, bias=config.mlp_bias
         )
 
-    def modules(self) -> Iterator[ColumnLinear | RowLinear | Norm]:
-        yield from (self.input_norm, self.qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield from (self.q_norm, self.k_norm)
-        yield from (self.o, self.post_norm, self.gate_up, self.down)
+    def modules(self) -> Iterator[Weighted]:
+        yield self.input_norm
+        yield from self.mixer.modules()
+        yield from (self.post_norm, self.gate_up, self.down)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        fb: ForwardBatch,
-        kv: KVPool,
-        step: Step,
-        backend: Attention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """Block output that is still to be added, and the residual it is to be added to; both ``[T, hidden]``."""
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
-        q_norm = None if self.q_norm is None else self.q_norm.weight
-        k_norm = None if self.k_norm is None else self.k_norm.weight
-        q = self.rope(self.qkv(x), kv.k(self.index), kv.v(self.index), step, q_norm, k_norm, self.eps)
-        x = self.o(backend.forward(self.index, q, fb))
-        x, residual = self.post_norm.add(x, residual)
+        x, residual = self.post_norm.add(self.mixer.forward(x, step), residual)
         return self.down(self.gate_up(x)), residual
 
 
 class DecoderModel:
-    """A dense decoder with its weights on one device.
+    """A decoder with its weights on one device. A family with another mixer overrides :meth:`make_mixer`.
 
     ``max_positions`` bounds the positions a forward may use. Weights are uninitialised until :meth:`load_weights` or
     :meth:`random_weights`. Kernel flags are read here, once.
@@ -132,13 +179,39 @@ class DecoderModel:
         place.share(config.num_heads, "num_attention_heads")
         place.share(config.num_kv_heads, "num_key_value_heads")
         with torch.inference_mode():
-            self.ops = Ops(config, self.device, max_positions)
+            self.ops = self.make_ops()
             self.embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
-            self.layers = [DecoderLayer(config, self.ops, place, index) for index in range(config.num_layers)]
-            self.norm = Norm(self.ops.norm, place, "model.norm", config.hidden_size, config.rms_norm_eps)
+            self.layers = [
+                DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index))
+                for index in range(config.num_layers)
+            ]
+            self.norm = Norm(
+                self.ops.norm,
+                place,
+                "model.norm",
+                config.hidden_size,
+                config.rms_norm_eps,
+                zero_centred=config.zero_centred_norm,
+            )
             self.head = OutputHead(self.ops.gemm, place, "lm_head", self.embedding, tied=config.tie_word_embeddings)
 
-    def modules(self) -> Iterator[Embedding | ColumnLinear | RowLinear | Norm | OutputHead]:
+    def make_ops(self) -> Ops:
+        """The fused ops of the model."""
+        return Ops(self.config, self.device, self.max_positions)
+
+    def make_mixer(self, place: Placement, index: int) -> Mixer:
+        """The mixer of layer ``index``."""
+        return Attention(self.config, self.ops, place, f"model.layers.{index}.self_attn", index)
+
+    def reserve(self, states: StatePool) -> None:
+        """Prepare scratch memory for steps over ``states``; called once, before the first."""
+        return
+
+    def prepare(self, fb: ForwardBatch) -> Any:
+        """What the mixers need of a batch, made once a forward: :attr:`Pass.extra`."""
+        return None
+
+    def modules(self) -> Iterator[Weighted]:
         """All layers that own weights, in forward order."""
         yield self.embedding
         for layer in self.layers:
@@ -161,21 +234,18 @@ class DecoderModel:
         """Normal weights with the variance of one over their inputs (norms 1, biases 0), drawn on the device."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         for module in self.modules():
-            for tensor in module.tensors():
-                if isinstance(module, Norm):
-                    tensor.fill_(1.0)
-                elif tensor.ndim == 1:
-                    tensor.zero_()
-                else:
-                    tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+            module.randomise(generator)
 
     @torch.inference_mode()
-    def forward(self, fb: ForwardBatch, kv: KVPool, attention: Attention) -> torch.Tensor:
-        """Hidden states ``[T, hidden]`` after the final norm; K and V of all T tokens are in ``kv`` afterwards."""
-        step = self.ops.rope.prepare(fb.positions, fb.out_slots, kv.page_size)
+    def forward(
+        self, fb: ForwardBatch, kv: KVPool, backend: AttentionBackend, states: StatePool | None = None
+    ) -> torch.Tensor:
+        """Hidden states ``[T, hidden]`` after the final norm; K, V and states of all T tokens are stored afterwards."""
+        rope = self.ops.rope.prepare(fb.positions, fb.out_slots, kv.page_size)
+        step = Pass(fb, kv, rope, backend, states, self.prepare(fb))
         x, residual = self.embedding(fb.input_ids), None
         for layer in self.layers:
-            x, residual = layer.forward(x, residual, fb, kv, step, attention)
+            x, residual = layer.forward(x, residual, step)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,8 +21,9 @@ from freetoken.kernels.small_gemm import SmallGemm
 class Slot:
     """Where one checkpoint tensor goes.
 
-    ``target`` is the view it fills, ``shape`` the whole tensor's shape in the checkpoint. With ``shard_dim`` only rows
-    (or columns) ``start`` to ``start + length`` of it belong to this rank.
+    ``target`` is the view it fills, in order of elements; ``shape`` the whole tensor's shape in the checkpoint. With
+    ``shard_dim`` only rows (or columns) ``start`` to ``start + length`` of it belong to this rank. ``shift`` is added to every
+    element.
     """
 
     target: torch.Tensor
@@ -29,11 +31,31 @@ class Slot:
     shard_dim: int | None = None
     start: int = 0
     length: int = 0
+    shift: float = 0.0
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy this rank's part, converting type and device."""
         part = tensor if self.shard_dim is None else tensor.narrow(self.shard_dim, self.start, self.length)
-        self.target.copy_(part)
+        self.target.copy_(part.reshape(self.target.shape))
+        if self.shift:
+            self.target.add_(self.shift)
+
+
+class Weighted(Protocol):
+    """A part of a model that owns weights."""
+
+    slots: dict[str, Slot]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights, each once."""
+
+    def randomise(self, generator: torch.Generator) -> None:
+        """Fill the weights with sensible noise, drawn on their device."""
+
+
+def fill_normal(weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Normal values with the variance of one over the number of inputs, the last dimension of ``weight``."""
+    weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,9 @@ class Placement:
     tp_rank: int = 0
     tp_size: int = 1
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Uninitialised, of the model's type unless another is given."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def share(self, size: int, what: str) -> int:
         """This rank's part of ``size``; :class:`StartupError` when it does not divide evenly."""
@@ -71,6 +94,11 @@ class Linear:
         yield self.weight
         if self.bias is not None:
             yield self.bias
+
+    def randomise(self, generator: torch.Generator) -> None:
+        fill_normal(self.weight, generator)
+        if self.bias is not None:
+            self.bias.zero_()
 
 
 class ColumnLinear(Linear):
@@ -136,13 +164,19 @@ class RowLinear(Linear):
 
 
 class Norm:
-    """RMSNorm weight ``[H]`` with the shared :class:`RmsNorm` op."""
+    """RMSNorm weight ``[H]`` with the shared :class:`RmsNorm` op.
 
-    def __init__(self, op: RmsNorm, place: Placement, name: str, size: int, eps: float) -> None:
+    A ``zero_centred`` weight is stored less 1 in the checkpoint and held whole here, in float32, so that adding 1 rounds
+    nothing away.
+    """
+
+    def __init__(
+        self, op: RmsNorm, place: Placement, name: str, size: int, eps: float, *, zero_centred: bool = False
+    ) -> None:
         self._op = op
         self._eps = eps
-        self.weight = place.empty(size)
-        self.slots = {f"{name}.weight": Slot(self.weight, (size,))}
+        self.weight = place.empty(size, dtype=torch.float32 if zero_centred else None)
+        self.slots = {f"{name}.weight": Slot(self.weight, (size,), shift=1.0 if zero_centred else 0.0)}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._op(x, self.weight, self._eps)
@@ -153,6 +187,9 @@ class Norm:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.weight
+
+    def randomise(self, generator: torch.Generator) -> None:
+        self.weight.fill_(1.0)
 
 
 class Embedding:
@@ -168,6 +205,9 @@ class Embedding:
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.weight
 
+    def randomise(self, generator: torch.Generator) -> None:
+        fill_normal(self.weight, generator)
+
 
 class OutputHead:
     """Logits over the vocabulary, from its own weight or the embedding's."""
@@ -175,7 +215,7 @@ class OutputHead:
     def __init__(self, gemm: SmallGemm, place: Placement, name: str, embedding: Embedding, *, tied: bool) -> None:
         self._gemm = gemm
         self.weight = embedding.weight if tied else torch.empty_like(embedding.weight)
-        self.slots = {} if tied else {f"{name}.weight": Slot(self.weight, tuple(self.weight.shape))}
+        self.slots: dict[str, Slot] = {} if tied else {f"{name}.weight": Slot(self.weight, tuple(self.weight.shape))}
         gemm.reserve(self.weight, silu=False)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -185,6 +225,10 @@ class OutputHead:
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.slots:
             yield self.weight
+
+    def randomise(self, generator: torch.Generator) -> None:
+        for weight in self.tensors():
+            fill_normal(weight, generator)
 
 
 def load(slots: dict[str, Slot], ignored: frozenset[str], stream: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,7 +1,8 @@
 """From a Hugging Face style configuration dictionary to :class:`ModelConfig` (torch-free).
 
-Key names and defaults are those of ``config.json`` as published with Llama and Qwen3 checkpoints, both the older form
-(``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``) and the newer one (``rope_parameters``, ``dtype``).
+Key names and defaults are those of ``config.json`` as published with Llama, Qwen3 and Qwen3.5 checkpoints, both the older
+form (``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``) and the newer one (``rope_parameters``, ``dtype``).
+A checkpoint with a vision tower describes its language model in ``text_config``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from freetoken.errors import StartupError
-from freetoken.models.config import ModelConfig
+from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
 
-SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+HYBRID_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", *HYBRID_ARCHITECTURES)
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+# Of a config with text_config these are read beside it, and win.
+_OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LARGEST = 2**31 - 1
 MAX_LAYERS = 1024
+CONV_WIDTHS = (2, 3, 4)
+"""Widths of the convolution of linear attention that the kernels take."""
+MAX_LINEAR_HEAD_DIM = 256
 # Beside the rope_type: keys that must be there, and keys that may be.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -94,6 +106,21 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def flatten_text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """``hf`` with the keys of its ``text_config`` at the top and ``vision_config`` left out; the same where there is none.
+
+    Raises :class:`StartupError` when ``text_config`` is not an object.
+    """
+    text = hf.get("text_config")
+    if text is None:
+        return hf
+    if not isinstance(text, dict):
+        raise StartupError(f"text_config must be an object, not {_brief(text)}")
+    outer = {key: value for key, value in hf.items() if key not in ("text_config", "vision_config")}
+    kept = {key: outer[key] for key in _OUTER_KEYS if outer.get(key) is not None}
+    return {**outer, **text, **kept}
+
+
 def parse_hf_config(
     hf: dict[str, Any], generation: dict[str, Any] | None, name: str, *, source: str = "config.json"
 ) -> ModelConfig:
@@ -101,12 +128,14 @@ def parse_hf_config(
 
     ``generation`` is ``generation_config.json`` where there is one; its end-of-sequence ids are united with those of
     ``hf`` and its sampling values become defaults. ``name`` is the served name, ``source`` names ``hf`` in errors. A ``rope_scaling`` whose ``rope_type`` is
-    ``factors`` carries one divisor for each rotary frequency (``inverse frequency / factors[i]``). Raises
-    :class:`StartupError`, naming the key, for an architecture, feature or geometry that is not served.
+    ``factors`` carries one divisor for each rotary frequency (``inverse frequency / factors[i]``). Sections of a multimodal
+    rotary embedding have no meaning for text, where all positions are equal. Raises :class:`StartupError`, naming the key,
+    for an architecture, feature or geometry that is not served.
     """
-    r = _Reader(hf, source)
+    r = _Reader(flatten_text_config(hf), source)
     architecture = _architecture(r)
-    _refuse_unserved_features(r)
+    hybrid = architecture in HYBRID_ARCHITECTURES
+    _refuse_unserved_features(r, hybrid)
     hidden_size = r.integer("hidden_size")
     num_heads = r.integer("num_attention_heads")
     num_kv_heads = r.integer("num_key_value_heads", num_heads)
@@ -114,7 +143,10 @@ def parse_hf_config(
         r.fail("num_attention_heads", f"{num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     head_dim = _head_dim(r, architecture, hidden_size, num_heads)
     max_positions = r.integer("max_position_embeddings", 2048 if architecture == "LlamaForCausalLM" else 32768)
-    rope_theta, rope_scaling = _rope(r, head_dim, max_positions)
+    rotary_dim = _rotary_dim(r, head_dim, 0.25 if hybrid else None)
+    rope_theta, rope_scaling = _rope(r, rotary_dim or head_dim, max_positions)
+    num_layers = r.integer("num_hidden_layers", most=MAX_LAYERS)
+    layer_types = _layer_types(r, num_layers) if hybrid else ()
     vocab_size = r.integer("vocab_size")
     g = _Reader(generation or {}, "generation_config.json")
     eos = tuple(dict.fromkeys((*r.ids("eos_token_id"), *g.ids("eos_token_id"))))
@@ -127,7 +159,7 @@ def parse_hf_config(
         name=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=r.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -137,9 +169,14 @@ def parse_hf_config(
         rope_scaling=rope_scaling,
         max_position_embeddings=max_positions,
         tie_word_embeddings=r.boolean("tie_word_embeddings", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture != "LlamaForCausalLM",
         attention_bias=r.boolean("attention_bias", False),
         mlp_bias=architecture == "LlamaForCausalLM" and r.boolean("mlp_bias", False),
+        layer_types=layer_types,
+        linear_attention=_linear_attention(r) if LINEAR_ATTENTION in layer_types else None,
+        rotary_dim=rotary_dim,
+        attn_output_gate=hybrid,
+        zero_centred_norm=hybrid,
         dtype=_dtype(r),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -163,7 +200,7 @@ def _architecture(r: _Reader) -> str:
     return name
 
 
-def _refuse_unserved_features(r: _Reader) -> None:
+def _refuse_unserved_features(r: _Reader, hybrid: bool) -> None:
     activation = r.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         r.fail("hidden_act", f"{_brief(activation)} is not served; silu is")
@@ -175,11 +212,45 @@ def _refuse_unserved_features(r: _Reader) -> None:
         )
     if r.boolean("use_sliding_window", False):
         r.fail("use_sliding_window", "is true, but sliding-window attention is not served")
+    served = (FULL_ATTENTION, LINEAR_ATTENTION) if hybrid else (FULL_ATTENTION,)
     layer_types = r.values.get("layer_types")
     if isinstance(layer_types, list):
         for kind in layer_types:
-            if kind != "full_attention":
-                r.fail("layer_types", f"holds {_brief(kind)}, but only full_attention is served")
+            if kind not in served:
+                r.fail("layer_types", f"holds {_brief(kind)}, but only {' and '.join(served)} can be served")
+    if hybrid and not r.boolean("attn_output_gate", True):
+        r.fail("attn_output_gate", "is false, which is not served")
+
+
+def _layer_types(r: _Reader, num_layers: int) -> tuple[str, ...]:
+    """The kind of each layer of a hybrid model: listed, or every ``full_attention_interval``-th with full attention."""
+    listed = r.values.get("layer_types")
+    if listed is None:
+        interval = r.integer("full_attention_interval", 4)
+        listed = [LINEAR_ATTENTION if (layer + 1) % interval else FULL_ATTENTION for layer in range(num_layers)]
+    if not isinstance(listed, list):
+        r.fail("layer_types", f"must be a list, not {_brief(listed)}")
+    if len(listed) != num_layers:
+        r.fail("layer_types", f"has {len(listed)} entries, but num_hidden_layers is {num_layers}")
+    if FULL_ATTENTION not in listed:
+        r.fail("layer_types", f"holds no {FULL_ATTENTION}, which is not served")
+    return tuple(listed)
+
+
+def _linear_attention(r: _Reader) -> LinearAttentionConfig:
+    width = r.integer("linear_conv_kernel_dim", 4)
+    if width not in CONV_WIDTHS:
+        r.fail("linear_conv_kernel_dim", f"must be from {CONV_WIDTHS[0]} to {CONV_WIDTHS[-1]}, not {width}")
+    key_heads, value_heads = r.integer("linear_num_key_heads", 16), r.integer("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        r.fail("linear_num_value_heads", f"{value_heads} is not a multiple of linear_num_key_heads {key_heads}")
+    return LinearAttentionConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=r.integer("linear_key_head_dim", 128, most=MAX_LINEAR_HEAD_DIM),
+        value_head_dim=r.integer("linear_value_head_dim", 128, most=MAX_LINEAR_HEAD_DIM),
+        conv_width=width,
+    )
 
 
 def _head_dim(r: _Reader, architecture: str, hidden_size: int, num_heads: int) -> int:
@@ -188,8 +259,8 @@ def _head_dim(r: _Reader, architecture: str, hidden_size: int, num_heads: int) -
             "hidden_size",
             f"{hidden_size} is not a multiple of num_attention_heads {num_heads}, and head_dim is missing",
         )
-    derived = hidden_size // num_heads if architecture == "LlamaForCausalLM" else 128
-    head_dim = r.integer("head_dim", derived)
+    defaults = {"LlamaForCausalLM": hidden_size // num_heads, "Qwen3ForCausalLM": 128}
+    head_dim = r.integer("head_dim", defaults.get(architecture, 256))
     if head_dim % 2:
         r.fail("head_dim", f"must be even for the rotary embedding, not {head_dim}")
     return head_dim
@@ -212,28 +283,46 @@ def _sampling_defaults(g: _Reader) -> dict[str, float]:
     return {key: g.number(key, positive=False) for key in _SAMPLING_KEYS if g.values.get(key) is not None}
 
 
-def _rope(r: _Reader, head_dim: int, max_positions: int) -> tuple[float, dict[str, Any] | None]:
-    """``(rope_theta, rope_scaling)``, with the scaling's keys checked and its rope_type made explicit."""
-    parameters, theta_reader, key = r.values.get("rope_parameters"), r, "rope_parameters"
+def _rope_reader(r: _Reader) -> _Reader:
+    """The dictionary of the rotary embedding, under its newer or its older name; empty where there is none."""
+    parameters, key = r.values.get("rope_parameters"), "rope_parameters"
     if parameters is None:
         parameters, key = r.values.get("rope_scaling"), "rope_scaling"
     if parameters is None:
         parameters = {}
     if not isinstance(parameters, dict):
         r.fail(key, f"must be an object, not {_brief(parameters)}")
-    s = _Reader(parameters, f"{r.where}: {key}")
-    if parameters.get("rope_theta") is not None:
-        theta_reader = s
-    theta = theta_reader.number("rope_theta", 10000.0)
-    for reader in (s, r):
-        share = reader.number("partial_rotary_factor", 1.0)
-        if share != 1.0:
-            reader.fail("partial_rotary_factor", f"{share:g} is not served; the whole head must be rotated")
+    return _Reader(parameters, f"{r.where}: {key}")
+
+
+def _rotary_dim(r: _Reader, head_dim: int, default: float | None) -> int | None:
+    """How much of a head is rotated, by ``partial_rotary_factor``; ``None`` for all of it.
+
+    ``default`` is the factor where none is given; with ``None`` the architecture takes no other than 1.
+    """
+    s = _rope_reader(r)
+    reader = s if s.values.get("partial_rotary_factor") is not None else r
+    share = reader.number("partial_rotary_factor", default or 1.0)
+    if share == 1.0:
+        return None
+    if default is None:
+        reader.fail("partial_rotary_factor", f"{share:g} is not served; the whole head must be rotated")
+    size = int(head_dim * share)
+    if share > 1.0 or size < 2 or size % 2:
+        reader.fail("partial_rotary_factor", f"{share:g} of a head of {head_dim} is not an even part of it")
+    return size
+
+
+def _rope(r: _Reader, rotary_dim: int, max_positions: int) -> tuple[float, dict[str, Any] | None]:
+    """``(rope_theta, rope_scaling)``, with the scaling's keys checked and its rope_type made explicit."""
+    s = _rope_reader(r)
+    parameters = s.values
+    theta = (r if parameters.get("rope_theta") is None else s).number("rope_theta", 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("default", None):
         return theta, None
     if kind == "factors":
-        return theta, {"rope_type": "factors", "factors": _factors(s, head_dim)}
+        return theta, {"rope_type": "factors", "factors": _factors(s, rotary_dim)}
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         s.fail("rope_type", f"{_brief(kind)} is not served; default, {', '.join(_ROPE_KEYS)} are")
     return theta, _scaling(s, kind, max_positions)
@@ -258,10 +347,10 @@ def _scaling(s: _Reader, kind: str, max_positions: int) -> dict[str, Any]:
     return scaling
 
 
-def _factors(s: _Reader, head_dim: int) -> list[float]:
+def _factors(s: _Reader, rotary_dim: int) -> list[float]:
     values = s.values.get("factors")
-    if not isinstance(values, list) or len(values) != head_dim // 2:
-        s.fail("factors", f"must be a list of {head_dim // 2} numbers, one for each rotary frequency")
+    if not isinstance(values, list) or len(values) != rotary_dim // 2:
+        s.fail("factors", f"must be a list of {rotary_dim // 2} numbers, one for each rotary frequency")
     for value in values:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
             s.fail("factors", f"must hold numbers above 0, not {_brief(value)}")

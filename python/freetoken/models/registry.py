@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetoken.errors import StartupError
 from freetoken.models.config import ModelConfig
+from freetoken.models.state import StateSpec, linear_attention_states
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +17,19 @@ if TYPE_CHECKING:
     from freetoken.models.decoder import DecoderModel
 
 
+def _stateless(model: ModelConfig) -> tuple[StateSpec, ...]:
+    """No state beside the KV."""
+    return ()
+
+
 @dataclass(frozen=True)
 class ModelEntry:
-    """One row: the architecture's name in ``config.json`` and the class that serves it."""
+    """One row: the architecture's name in ``config.json``, the class that serves it, and what it keeps for each request."""
 
     architecture: str
     module: str
     class_name: str
+    state_specs: Callable[[ModelConfig], tuple[StateSpec, ...]] = _stateless
 
     def load_class(self) -> type[DecoderModel]:
         """Import the class, and torch with it."""
@@ -32,6 +40,8 @@ class ModelEntry:
 MODELS: tuple[ModelEntry, ...] = (
     ModelEntry("LlamaForCausalLM", "freetoken.models.llama", "LlamaModel"),
     ModelEntry("Qwen3ForCausalLM", "freetoken.models.qwen3", "Qwen3Model"),
+    ModelEntry("Qwen3_5ForCausalLM", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
+    ModelEntry("Qwen3_5ForConditionalGeneration", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
 )
 
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in MODELS}

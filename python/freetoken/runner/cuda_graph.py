@@ -151,6 +151,7 @@ class DecodeGraphs:
             rows=rows,
             seq_lens=lengths,
             q_starts=self._empty.to(torch.int32),
+            starts=self._empty.to(torch.int32),
             sample_index=self._empty,
             page_table=page_table,
             decode_max_seq_len=limit,

@@ -19,6 +19,7 @@ class ForwardBatch:
     * ``rows [B] int64``: row of each request in ``page_table``; padding uses the last row
     * ``seq_lens [B] int32``: KV length of each request including this step's tokens
     * ``q_starts [num_prefills + 1] int32``: prefill query offsets, counted from the first prefill token
+    * ``starts [num_prefills] int32``: position of each prefill request's first token in this step
     * ``sample_index [S] int64``: rows of the hidden states to sample from
     * ``page_table [max_rows + 1, max_pages] int32``: the runner's table, shared by every step
 
@@ -36,6 +37,7 @@ class ForwardBatch:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     q_starts: torch.Tensor
+    starts: torch.Tensor
     sample_index: torch.Tensor
     page_table: torch.Tensor
     max_q_len: int = 0

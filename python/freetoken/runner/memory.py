@@ -1,18 +1,26 @@
-"""Byte arithmetic: how much one page, one step and one table cost, and how many pages fit (torch-free and pure)."""
+"""Byte arithmetic: how much one page, one state, one step and one table cost, and how many fit (torch-free and pure)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from freetoken.errors import StartupError
 from freetoken.loader.names import expected_tensors
 from freetoken.models.config import ModelConfig
+from freetoken.models.state import StateSpec
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
 # A KV cache below this many tokens would refuse ordinary prompts, so the start says what is missing instead.
 MIN_TOKENS = 128
+# States on their way to the host: a step that ends more prompts than this waits for the first of its copies.
+STAGED_STATES = 4
+# What states may take of the memory that weights and a step leave; the rest is for KV.
+STATE_SHARE = 0.5
+# Per token and value head of a chunked delta rule: two matrices of a chunk's width.
+GDN_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class MemoryPlan:
     step_bytes: int
     available_bytes: int
     reason: str
+    state_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -44,10 +53,16 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     """Upper estimate of the temporary bytes of one step.
 
     Counts the widest moment of a layer (residual, normed input, merged gate/up and its product, or merged qkv, q and
-    attention output) for ``prefill_tokens`` tokens, four fp32 copies of the sampled logits, and the page table.
+    attention output, or what linear attention projects, convolves and makes of a chunk) for ``prefill_tokens`` tokens, four fp32
+    copies of the sampled logits, and the page table.
     """
     element = ELEMENT_BYTES[dtype]
-    widest = max(3 * model.intermediate_size, 2 * (model.q_size + model.kv_size) + model.q_size)
+    gate = 2 * model.q_size if model.attn_output_gate else 0
+    widest = max(3 * model.intermediate_size, 2 * (model.q_size + model.kv_size) + model.q_size + gate)
+    linear = model.linear_attention
+    if linear is not None:
+        chunk = 2 * GDN_CHUNK * linear.num_value_heads
+        widest = max(widest, linear.projected + linear.channels + 2 * linear.value_size + chunk)
     tokens = (4 * model.hidden_size + widest) * element * prefill_tokens
     return tokens + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
 
@@ -72,6 +87,71 @@ def check_model_fits(
     )
 
 
+@dataclass(frozen=True)
+class StatePlan:
+    """Room for per-request state: ``rows`` requests of ``slot_bytes`` each, in all ``device_bytes`` with the padding slot and those
+    on their way to the host. ``reason`` says what set the number of rows; ``limited`` that it is below what was asked for.
+    """
+
+    rows: int
+    slot_bytes: int
+    device_bytes: int
+    reason: str
+    limited: bool = False
+
+    def blocks(self, cache_bytes: int, num_pages: int) -> int:
+        """Copies that ``cache_bytes`` of the host hold; no more than there are pages where one could be of use."""
+        return min(cache_bytes // self.slot_bytes, num_pages - 1) if self.slot_bytes else 0
+
+
+def state_slot_bytes(specs: Sequence[StateSpec], dtype: str) -> int:
+    """Bytes of all state of one request."""
+    return sum(spec.elements * ELEMENT_BYTES[spec.dtype or dtype] for spec in specs)
+
+
+def plan_states(
+    specs: Sequence[StateSpec],
+    *,
+    dtype: str,
+    rows: int,
+    staged: bool,
+    total_bytes: int,
+    free_bytes: int,
+    fraction: float,
+    step_bytes: int,
+) -> StatePlan:
+    """Decide how many of the ``rows`` requests asked for can run at once after the weights are loaded.
+
+    Each needs a slot, and one more is for padding; with ``staged`` up to :data:`STAGED_STATES` more are on their way to the host.
+    They take at most :data:`STATE_SHARE` of what ``fraction`` of the device leaves (see :func:`plan_memory`), but for one
+    request all of it. Raises :class:`StartupError` when not even one fits.
+    """
+    slot = state_slot_bytes(specs, dtype)
+    if not slot:
+        return StatePlan(rows, 0, 0, "--max-running-requests")
+
+    def cost(count: int) -> int:
+        return slot * (count + 1 + (min(STAGED_STATES, count) if staged else 0))
+
+    available = max(int(total_bytes * fraction) - (total_bytes - free_bytes) - step_bytes, 0)
+    budget = int(available * STATE_SHARE)
+    fits = rows
+    if cost(rows) > budget:
+        spare = cost(STAGED_STATES) - STAGED_STATES * slot
+        fits = max(min(rows, (budget - spare) // slot), 1)
+        while fits > 1 and cost(fits) > budget:
+            fits -= 1
+    if cost(fits) > available:
+        raise StartupError(
+            f"too little memory for the recurrent state of one request: {gib(cost(1))} is needed, but --mem-fraction-static "
+            f"{fraction:g} leaves {gib(available)} of {gib(total_bytes)}; raise it, or lower --max-prefill-tokens"
+        )
+    if fits == rows:
+        return StatePlan(rows, slot, cost(rows), "--max-running-requests")
+    reason = f"{gib(slot)} of state a request and {gib(available)} for state and KV, of which at most {STATE_SHARE:.0%} for state"
+    return StatePlan(fits, slot, cost(fits), reason, limited=True)
+
+
 def plan_memory(
     model: ModelConfig,
     *,
@@ -84,20 +164,22 @@ def plan_memory(
     fraction: float,
     weight_bytes: int,
     step_bytes: int,
+    state_bytes: int = 0,
     cap_tokens: int | None = None,
 ) -> MemoryPlan:
     """Decide the number of KV pages after the weights are loaded.
 
     ``total_bytes`` and ``free_bytes`` describe the device now. Everything used so far counts against ``fraction`` of the
-    total; ``step_bytes`` is kept back for one step. ``max_total_tokens`` is the operator's wish, ``cap_tokens`` a default
+    total; ``step_bytes`` is kept back for one step and ``state_bytes`` for per-request state. ``max_total_tokens`` is the operator's wish, ``cap_tokens`` a default
     limit that is not worth exceeding. Raises :class:`StartupError` when too little is left, saying what is needed, what
     is there and which flag helps.
     """
     page_bytes = model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype]) * page_size
     used = total_bytes - free_bytes
-    available = int(total_bytes * fraction) - used - step_bytes
+    available = int(total_bytes * fraction) - used - step_bytes - state_bytes
     fits = max(available, 0) // page_bytes - 1
-    reason = f"{fraction:.0%} of {gib(total_bytes)} less {gib(used)} in use and {gib(step_bytes)} for a step"
+    states = f", {gib(state_bytes)} for states" if state_bytes else ""
+    reason = f"{fraction:.0%} of {gib(total_bytes)} less {gib(used)} in use{states} and {gib(step_bytes)} for a step"
     if max_total_tokens is not None:
         wanted = -(-max_total_tokens // page_size)
         if wanted > fits:
@@ -112,17 +194,17 @@ def plan_memory(
             pages, reason = -(-cap_tokens // page_size), "enough for every running request at its full context"
     if pages * page_size < min(MIN_TOKENS, context_length):
         if max_total_tokens is not None:
-            return _plan(pages, page_size, page_bytes, weight_bytes, step_bytes, available, reason)
-        need = used + step_bytes + (-(-MIN_TOKENS // page_size) + 1) * page_bytes
+            return _plan(pages, page_size, page_bytes, weight_bytes, step_bytes, state_bytes, available, reason)
+        need = used + step_bytes + state_bytes + (-(-MIN_TOKENS // page_size) + 1) * page_bytes
         raise StartupError(
             f"too little memory for a KV cache: {gib(need)} is needed in all, but --mem-fraction-static {fraction:g} allows "
             f"{gib(int(total_bytes * fraction))} of {gib(total_bytes)}; raise it, or lower --max-prefill-tokens or --max-running-requests"
         )
-    return _plan(pages, page_size, page_bytes, weight_bytes, step_bytes, available, reason)
+    return _plan(pages, page_size, page_bytes, weight_bytes, step_bytes, state_bytes, available, reason)
 
 
 def _plan(
-    pages: int, page_size: int, page_bytes: int, weights: int, step: int, available: int, reason: str
+    pages: int, page_size: int, page_bytes: int, weights: int, step: int, states: int, available: int, reason: str
 ) -> MemoryPlan:
     return MemoryPlan(
         num_pages=pages + 1,
@@ -132,4 +214,5 @@ def _plan(
         step_bytes=step,
         available_bytes=max(available, 0),
         reason=reason,
+        state_bytes=states,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +14,27 @@ import torch
 
 from freetoken import environ
 from freetoken.errors import StartupError
-from freetoken.models.registry import build_model
+from freetoken.models.registry import build_model, find
 from freetoken.runner.attention import build_attention
 from freetoken.runner.cuda_graph import CapturePrimitive, CudaGraphCapture, DecodeGraphs, RerunCapture
 from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
-from freetoken.runner.memory import MemoryPlan, check_model_fits, gib, plan_memory, step_bytes
+from freetoken.runner.memory import (
+    MemoryPlan,
+    StatePlan,
+    check_model_fits,
+    gib,
+    plan_memory,
+    plan_states,
+    step_bytes,
+)
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
 from freetoken.runner.staging import HostRing
+from freetoken.runner.state_pool import StatePool
 from freetoken.scheduler.request import ScheduleBatch, Slice, StepResult
 from freetoken.server_args import Config
+
+logger = logging.getLogger("freetoken.runner")
 
 Progress = Callable[[str, int, int, str], None]
 # Rows of prompt logits computed at once: bounds the memory of prompt log-probabilities, not their number.
@@ -64,10 +76,9 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.cuda = self.device.type == "cuda"
         self.page_size = config.page_size
-        # No served model keeps recurrent state beside its KV.
-        self.has_state = False
-        self.state_blocks = 0
         self.max_rows = config.max_running_requests
+        self.state_specs = find(config.model.architecture).state_specs(config.model)
+        self.has_state = bool(self.state_specs)
         self._progress = progress or _quiet
         threads = environ.get("FREETOKEN_NUM_THREADS")
         if threads:
@@ -94,6 +105,8 @@ class ModelRunner:
         )
         self._load_weights()
         self._load_seconds = time.monotonic() - started
+        self.state_plan = self._plan_states()
+        self.max_rows = self.state_plan.rows
         self.sampler = Sampler(
             max_rows=self.max_rows,
             vocab_size=config.model.vocab_size,
@@ -104,8 +117,10 @@ class ModelRunner:
         self.memory = self._plan_memory()
         self.num_pages = self.memory.num_pages
         model = config.model
+        self.states = self._make_states()
+        self.state_blocks = self.states.blocks if self.states is not None else 0
         self.kv = KVPool(
-            num_layers=model.num_layers,
+            num_layers=model.num_attention_layers,
             num_pages=self.num_pages,
             page_size=self.page_size,
             num_kv_heads=model.num_kv_heads,
@@ -142,6 +157,8 @@ class ModelRunner:
             from freetoken.loader.stream import stream_tensors
 
             checkpoint = open_checkpoint(config.model_path, config.load_format, config.model_overrides)
+            for part, tensors in checkpoint.aside.items():
+                logger.info("%d tensors of the checkpoint's %s are left aside", len(tensors), part)
             report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
             self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
         if self.cuda:
@@ -155,6 +172,50 @@ class ModelRunner:
             return free, total
         memory = psutil.virtual_memory()
         return memory.available, memory.total
+
+    def _step_bytes(self) -> int:
+        config = self.config
+        return step_bytes(
+            config.model,
+            dtype=config.dtype,
+            prefill_tokens=config.max_prefill_tokens,
+            rows=self.max_rows,
+            page_table_entries=(self.max_rows + 1) * self.max_pages,
+        )
+
+    def _plan_states(self) -> StatePlan:
+        config = self.config
+        free, total = self._device_memory()
+        plan = plan_states(
+            self.state_specs,
+            dtype=config.dtype,
+            rows=self.max_rows,
+            staged=self.cuda and self._state_cache_bytes > 0,
+            total_bytes=total,
+            free_bytes=free,
+            fraction=config.mem_fraction_static,
+            step_bytes=self._step_bytes(),
+        )
+        if plan.limited:
+            logger.warning("%d requests can run at once, not %d: %s", plan.rows, self.max_rows, plan.reason)
+        return plan
+
+    @property
+    def _state_cache_bytes(self) -> int:
+        return self.config.state_cache_bytes if self.config.radix_cache else 0
+
+    def _make_states(self) -> StatePool | None:
+        if not self.has_state:
+            return None
+        states = StatePool(
+            self.state_specs,
+            rows=self.max_rows,
+            blocks=self.state_plan.blocks(self._state_cache_bytes, self.num_pages),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.model.reserve(states)
+        return states
 
     def _plan_memory(self) -> MemoryPlan:
         config = self.config
@@ -170,13 +231,8 @@ class ModelRunner:
             free_bytes=free,
             fraction=config.mem_fraction_static,
             weight_bytes=self.model.weight_bytes,
-            step_bytes=step_bytes(
-                config.model,
-                dtype=config.dtype,
-                prefill_tokens=config.max_prefill_tokens,
-                rows=self.max_rows,
-                page_table_entries=(self.max_rows + 1) * self.max_pages,
-            ),
+            step_bytes=self._step_bytes(),
+            state_bytes=self.state_plan.device_bytes,
             cap_tokens=min(cap, self.max_rows * config.context_length)
             if cap
             else self.max_rows * config.context_length,
@@ -206,7 +262,7 @@ class ModelRunner:
 
     def _decode_logits(self, fb: ForwardBatch) -> torch.Tensor:
         torch.index_select(self._last_ids, 0, fb.rows, out=fb.input_ids)
-        return self.model.logits(self.model.forward(fb, self.kv, self.attention))
+        return self.model.logits(self.model.forward(fb, self.kv, self.attention, self.states))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -216,6 +272,8 @@ class ModelRunner:
         for req in batch.new_rows:
             self._uploaded_pages[req.row] = 0
         self.sampler.register(batch.new_rows)
+        if self.states is not None:
+            self.states.restore([(req.row, block) for req, block in batch.restores])
         prompts: list[_PromptPiece] = []
         if not batch.prefills and self.graphs is not None and self.graphs.bucket(len(batch.decodes)) is not None:
             sampled = batch.decodes
@@ -225,6 +283,8 @@ class ModelRunner:
             logits, rows, prompts = self._eager(batch, sampled)
             if not batch.prefills and self.graphs is not None:
                 self.graphs.misses += 1
+        if self.states is not None:
+            self.states.snapshot([(req.row, block) for req, block in batch.snapshots])
         plan = self.sampler.plan(batch)
         out = self.sampler.sample(logits, plan) if sampled else None
         if out is not None:
@@ -247,7 +307,7 @@ class ModelRunner:
         self._update_page_table(batch.slices)
         fb, sampled_rows = self._forward_batch(batch)
         self.attention.plan(fb)
-        hidden = self.model.forward(fb, self.kv, self.attention)
+        hidden = self.model.forward(fb, self.kv, self.attention, self.states)
         prompts = self._prompt_logprobs(batch, hidden)
         rows = hidden if len(sampled) == fb.num_tokens else hidden.index_select(0, fb.sample_index)
         return self.model.logits(rows), sampled_rows, prompts
@@ -282,10 +342,11 @@ class ModelRunner:
         slots = np.concatenate([self._slots(s) for s in slices])
         lasts = np.cumsum(q_lens) - 1
         drawn = np.fromiter((s.sample for s in slices), bool, len(slices))
-        starts = np.concatenate(([0], np.cumsum(q_lens[decodes:]))).astype(np.int32)
+        q_starts_host = np.concatenate(([0], np.cumsum(q_lens[decodes:])))
         arrays = [np.array(ids, dtype=np.int64), positions, slots, rows, lasts[drawn], rows[drawn]]
-        arrays += [ends.astype(np.int32), starts]
-        input_ids, pos, out_slots, row_ids, sample_index, sampled_rows, seq_lens, q_starts = self._ring.send(arrays)
+        arrays += [part.astype(np.int32) for part in (ends, q_starts_host, (ends - q_lens)[decodes:])]
+        sent = self._ring.send(arrays)
+        input_ids, pos, out_slots, row_ids, sample_index, sampled_rows, seq_lens, q_starts, starts = sent
         if decodes:
             torch.index_select(self._last_ids, 0, row_ids[:decodes], out=input_ids[:decodes])
         fb = ForwardBatch(
@@ -297,6 +358,7 @@ class ModelRunner:
             rows=row_ids,
             seq_lens=seq_lens,
             q_starts=q_starts,
+            starts=starts,
             sample_index=sample_index,
             page_table=self.page_table,
             max_q_len=int(q_lens[decodes:].max()) if prefills else 0,
@@ -386,6 +448,7 @@ class ModelRunner:
             "memory": self.memory.public(),
             "max_total_tokens": self.memory.num_tokens,
             "max_running_requests": self.max_rows,
+            "states": None if self.states is None else {**self.states.info(), "rows_limit": self.state_plan.reason},
             "kernels": [{"op": c.op, "flag": c.flag, "impl": c.impl, "why": c.why} for c in choices],
             "attention": self.attention.info(),
             "cuda_graph_bs": list(self.graphs.buckets) if self.graphs else [],

@@ -11,8 +11,8 @@ def rms_norm(
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension of ``x [T, H]``.
 
     With ``residual [T, H]`` the sum ``x + residual``, rounded to the storage type, is normalised and returned too:
-    ``(y, sum)``. Statistics are float32; the normalised value is rounded to the storage type before the weight
-    multiplies it, as in Llama and Qwen3. ``weight`` is ``[H]`` in the type of ``x``.
+    ``(y, sum)``. Statistics are float32. With ``weight [H]`` in the type of ``x`` the normalised value is rounded to it before
+    the weight multiplies it, as in Llama and Qwen3; with a float32 weight the product alone is rounded, as in Qwen3.5.
     """
     if residual is not None:
         x = x + residual
@@ -21,5 +21,5 @@ def rms_norm(
     else:
         wide = x.float()
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        y = weight * normal.to(x.dtype)
+        y = (weight * normal.to(weight.dtype)).to(x.dtype)
     return y if residual is None else (y, x)

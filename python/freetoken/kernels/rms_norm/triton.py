@@ -39,7 +39,7 @@ def rms_norm_kernel(
         tl.store(sum_ptr + row + column, stored, mask=inside)
         x = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    normal = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32)
+    normal = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
     tl.store(y_ptr + row + column, (normal * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 

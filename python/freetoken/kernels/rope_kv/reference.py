@@ -8,11 +8,12 @@ import torch
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of every head ``[T, H, D]`` by ``weight [D]``, with the roundings of the model's other norms."""
+    """RMSNorm of every head ``[T, H, D]`` by ``weight [D]``, with the roundings of :mod:`freetoken.kernels.rms_norm.reference`."""
     if heads.dtype == torch.float32:
         return torch.nn.functional.rms_norm(heads, weight.shape, weight, eps)
     wide = heads.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(heads.dtype)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * normal.to(weight.dtype)).to(heads.dtype)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def rope_kv(
     """Split ``qkv [T, (Hq + 2 Hkv) D]``, norm and rotate q and k, write k and v, and return q ``[T, Hq, D]``.
 
     ``k_pool`` and ``v_pool`` are ``[pages, Hkv, page_size, D]``; ``lines`` comes from :func:`prepare`. ``q_norm`` and
-    ``k_norm`` are ``[D]``, both or neither.
+    ``k_norm`` are ``[D]``, both or neither. The rows of ``qkv`` may have any stride.
     """
     kv_heads, size = k_pool.shape[1], k_pool.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // size, size)

@@ -22,6 +22,7 @@ def rope_kv_kernel(
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
+    row_stride,
     eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -49,7 +50,7 @@ def rope_kv_kernel(
     rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
     in_half = (low < HALF) & (head >= 0)
     in_rest = (rest < HEAD_DIM) & (head >= 0)
-    source = qkv_ptr + token * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
+    source = qkv_ptr + token * row_stride + head * HEAD_DIM
     x1 = tl.load(source + low, mask=in_half, other=0.0).to(tl.float32)
     x2 = tl.load(source + HALF + low, mask=in_half, other=0.0).to(tl.float32)
     x3 = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)
@@ -63,9 +64,10 @@ def rope_kv_kernel(
             w1 = tl.load(norm + low, mask=low < HALF, other=0.0).to(tl.float32)
             w2 = tl.load(norm + HALF + low, mask=low < HALF, other=0.0).to(tl.float32)
             w3 = tl.load(norm + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)
-            x1 = ((x1 * scale).to(STORAGE).to(tl.float32) * w1).to(STORAGE).to(tl.float32)
-            x2 = ((x2 * scale).to(STORAGE).to(tl.float32) * w2).to(STORAGE).to(tl.float32)
-            x3 = ((x3 * scale).to(STORAGE).to(tl.float32) * w3).to(STORAGE).to(tl.float32)
+            ROUND: tl.constexpr = q_norm_ptr.dtype.element_ty
+            x1 = ((x1 * scale).to(ROUND).to(tl.float32) * w1).to(STORAGE).to(tl.float32)
+            x2 = ((x2 * scale).to(ROUND).to(tl.float32) * w2).to(STORAGE).to(tl.float32)
+            x3 = ((x3 * scale).to(ROUND).to(tl.float32) * w3).to(STORAGE).to(tl.float32)
         angles = table_ptr + tl.load(positions_ptr + token) * ROTARY_DIM
         cos = tl.load(angles + low, mask=low < HALF, other=0.0)
         sin = tl.load(angles + HALF + low, mask=low < HALF, other=0.0)
@@ -112,7 +114,8 @@ def rope_kv(
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.rope_kv.reference.rope_kv`, from the table ``[max_pos, R]`` float32 and flat slots.
 
-    ``positions [T]`` and ``slots [T]`` are int64; slot −1 skips the write. All tensors are contiguous.
+    ``positions [T]`` and ``slots [T]`` are int64; slot −1 skips the write. All tensors are contiguous, but
+    the rows of ``qkv`` may have any stride.
     """
     kv_heads, page_size, size = k_pool.shape[1:]
     tokens, width = qkv.shape
@@ -133,6 +136,7 @@ def rope_kv(
         q,
         k_pool,
         v_pool,
+        qkv.stride(0),
         eps,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
