@@ -54,6 +54,9 @@ OPS: tuple[Op, ...] = (
     ),
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
+    Op("moe_route", "FREETOKEN_MOE_FUSED_ROUTE"),
+    Op("moe_gemm", "FREETOKEN_MOE_FUSED_GEMM"),
+    Op("fp8_gemm", "FREETOKEN_FP8_FUSED_GEMM"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}
