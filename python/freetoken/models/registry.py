@@ -40,8 +40,16 @@ class ModelEntry:
 MODELS: tuple[ModelEntry, ...] = (
     ModelEntry("LlamaForCausalLM", "freetoken.models.llama", "LlamaModel"),
     ModelEntry("Qwen3ForCausalLM", "freetoken.models.qwen3", "Qwen3Model"),
+    ModelEntry("Qwen3MoeForCausalLM", "freetoken.models.qwen3_moe", "Qwen3MoeModel"),
     ModelEntry("Qwen3_5ForCausalLM", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
     ModelEntry("Qwen3_5ForConditionalGeneration", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
+    ModelEntry("Qwen3_5MoeForCausalLM", "freetoken.models.qwen3_5_moe", "Qwen35MoeModel", linear_attention_states),
+    ModelEntry(
+        "Qwen3_5MoeForConditionalGeneration",
+        "freetoken.models.qwen3_5_moe",
+        "Qwen35MoeModel",
+        linear_attention_states,
+    ),
 )
 
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in MODELS}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from freetoken.errors import StartupError
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.names import weight_bytes
 from freetoken.models.config import ModelConfig
 from freetoken.models.state import StateSpec
 
@@ -19,6 +18,8 @@ MIN_TOKENS = 128
 STAGED_STATES = 4
 # What states may take of the memory that weights and a step leave; the rest is for KV.
 STATE_SHARE = 0.5
+# Tokens that experts take at once; more go through them in slices.
+MOE_SLICE_TOKENS = 8192
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
 
@@ -53,8 +54,8 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     """Upper estimate of the temporary bytes of one step.
 
     Counts the widest moment of a layer (residual, normed input, merged gate/up and its product, or merged qkv, q and
-    attention output, or what linear attention projects, convolves and makes of a chunk) for ``prefill_tokens`` tokens, four fp32
-    copies of the sampled logits, and the page table.
+    attention output, or what linear attention projects, convolves and makes of a chunk) for ``prefill_tokens`` tokens, or of its experts, four fp32
+    copies of the sampled logits, the largest FP8 matrix of a dense layer in ``dtype``, and the page table.
     """
     element = ELEMENT_BYTES[dtype]
     gate = 2 * model.q_size if model.attn_output_gate else 0
@@ -63,8 +64,21 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     if linear is not None:
         chunk = 2 * GDN_CHUNK * linear.num_value_heads
         widest = max(widest, linear.projected + linear.channels + 2 * linear.value_size + chunk)
-    tokens = (4 * model.hidden_size + widest) * element * prefill_tokens
-    return tokens + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+    layer = max(widest * element * prefill_tokens, _expert_bytes(model, element, prefill_tokens))
+    tokens = 4 * model.hidden_size * element * prefill_tokens + layer
+    matrix = 0 if model.fp8 is None else max(2 * model.intermediate_size, widest) * model.hidden_size * element
+    return tokens + matrix + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+
+
+def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:
+    """Temporary bytes of a layer of experts: activations and outputs of every route of a slice, and for each token the router's
+    logits, the shared expert and the output."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    routes = min(tokens, MOE_SLICE_TOKENS) * moe.top_k
+    alone = moe.num_experts + 3 * moe.shared_intermediate_size + 2 * model.hidden_size
+    return (routes * (moe.intermediate_size + model.hidden_size) + tokens * alone) * element + 16 * routes
 
 
 def check_model_fits(
@@ -73,7 +87,7 @@ def check_model_fits(
     """Before anything is allocated: :class:`StartupError` when weights in ``dtype``, the token counts of ``rows`` running
     requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
     """
-    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * ELEMENT_BYTES[dtype]
+    weights = weight_bytes(model, ELEMENT_BYTES[dtype])
     state = 2 * rows * model.vocab_size + 4 * page_table_entries
     if weights + state <= free_bytes:
         return

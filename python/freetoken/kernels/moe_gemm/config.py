@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLICE_TOKENS = 8192
-"""Tokens that go through the grouped kernels at once: bounds the memory for the outputs of single routes."""
+"""Tokens that go through the grouped kernels at once: bounds the memory for the outputs of single routes (``runner/memory.py``
+counts on it)."""
 SHARED_BYTES = 99 * 1024
 """What the smallest served GPUs give a program."""
 
