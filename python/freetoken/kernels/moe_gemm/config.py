@@ -47,9 +47,10 @@ def power_of_two_at_least(value: int) -> int:
 
 
 def pick_gate_up_route(k: int, element_bytes: int) -> RouteConfig:
-    """Settings for gate and up over inputs of ``k`` elements: 16 bytes of each a thread and step."""
-    block_k = min(power_of_two_at_least(k), 1024 // element_bytes)
-    return RouteConfig(4, block_k, num_warps=max(1, min(4, block_k * element_bytes // 128)), unroll=2)
+    """Settings for gate and up over inputs of ``k`` elements: 16 elements of each a thread and step."""
+    block_k = min(power_of_two_at_least(k), 1024 if element_bytes == 1 else 512)
+    block_n = 2 if element_bytes == 1 else 4
+    return RouteConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)), unroll=2)
 
 
 def pick_down_route(k: int, element_bytes: int) -> RouteConfig:
@@ -82,7 +83,8 @@ def pick_tile(m: int, k: int, element_bytes: int, *, gated: bool) -> TileConfig:
         block_n, block_k = 32, min(block_k, 32)
     step = (m + block_n * (2 if gated else 1)) * block_k * element_bytes
     stages = max(1, min(4, SHARED_BYTES // step))
-    return TileConfig(m, block_n, block_k, num_warps=8 if m * block_n >= 64 * 128 else 4, num_stages=stages)
+    warps = 8 if m * block_n >= (64 * 128 if element_bytes < 4 else 64 * 32) else 4
+    return TileConfig(m, block_n, block_k, num_warps=warps, num_stages=stages)
 
 
 def candidates_tile(m: int, k: int, element_bytes: int, *, gated: bool) -> list[TileConfig]:

@@ -28,8 +28,10 @@ def _values(tile, FP8: tl.constexpr, NATIVE: tl.constexpr, TARGET: tl.constexpr)
     """A tile of weights in ``TARGET``. FP8 read as integers comes out 2^-8 times too small: its exponent has another bias."""
     if FP8 and not NATIVE:
         bits = tile.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(TARGET)
-    return tile.to(TARGET)
+        values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(TARGET)
+    else:
+        values = tile.to(TARGET)
+    return values
 
 
 @triton.jit
@@ -51,10 +53,12 @@ def _scaled(
     if ONE:
         group = tl.min(row, 0) // ROWS
         scales = tl.load(scale + group * COLUMNS + block, mask=offset < K - start, other=0.0)
-        return (x * scales * FACTOR)[None, :]
-    inside = (row[:, None] < N) & (offset[None, :] < K - start)
-    place = scale + (row // ROWS)[:, None] * COLUMNS + block[None, :]
-    return x[None, :] * tl.load(place, mask=inside, other=0.0) * FACTOR
+        result = (x * scales * FACTOR)[None, :]
+    else:
+        inside = (row[:, None] < N) & (offset[None, :] < K - start)
+        place = scale + (row // ROWS)[:, None] * COLUMNS + block[None, :]
+        result = x[None, :] * tl.load(place, mask=inside, other=0.0) * FACTOR
+    return result
 
 
 @triton.jit
