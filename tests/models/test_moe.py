@@ -277,7 +277,7 @@ def test_bad_checkpoints_name_the_tensor(name: str, shape: tuple[int, ...] | Non
     if split or ".experts.6." in name:
         stream = split_experts(stream)
     if "experts.down_proj" in name and split:
-        message = r"experts\.down_proj has no place"
+        message = r"experts\.down_proj comes twice"
     if shape is None:
         del stream[full]
     else:
@@ -335,4 +335,4 @@ def test_fused_kernels_in_their_places(case: str, monkeypatch: pytest.MonkeyPatc
     assert [choice.impl for choice in model.kernel_choices() if choice.op.startswith("moe")] == ["triton"] * 2
     model.load_weights(make_oracle(case).state_dict().items())
     ids, wanted = expected(case)
-    assert relative(feed(model, ids[:14], (9,), 2), wanted[:14]) < 1e-5
+    assert relative(feed(model, ids[:7], (4,), 2), wanted[:7]) < 1e-5

@@ -131,11 +131,11 @@ class MoeBlock:
         self._moe = moe
         self._ops = ops
         hidden, shared = config.hidden_size, moe.shared_intermediate_size
+        self.experts: Experts = ResidentExperts(ops, moe, place, f"{name}.experts", hidden)
         logits = {f"{name}.gate": moe.num_experts}
         if shared:
             logits[f"{name}.shared_expert_gate"] = 1
         self.router = ColumnLinear(gemm, place, logits, hidden)
-        self.experts: Experts = ResidentExperts(ops, moe, place, f"{name}.experts", hidden)
         self.shared: tuple[GatedLinear, RowLinear] | None = None
         if shared:
             prefix = f"{name}.shared_expert"
