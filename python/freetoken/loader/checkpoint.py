@@ -180,6 +180,7 @@ def _select_stored(
         owner = found.get(name.removesuffix(SCALE_SUFFIX)) if is_scale(name) else None
         if owner is not None and owner.dtype == FP8_DTYPE and name.removesuffix(SCALE_SUFFIX) in expected:
             _check_float(tensor)
+            _check_matrix(owner)
             _check_shape(tensor.path, tensor.name, tensor.shape, scale_shape(owner.shape))
             scales[name] = tensor
         elif not is_ignorable(name, model):
@@ -206,7 +207,12 @@ def _check_dtype(
         raise StartupError(
             f"{tensor.path}: tensor {tensor.name!r} is {FP8_DTYPE}, but the checkpoint has no {scale_name(tensor.name)!r}"
         )
-    elif len(tensor.shape) < 2:
+    else:
+        _check_matrix(tensor)
+
+
+def _check_matrix(tensor: StoredTensor) -> None:
+    if len(tensor.shape) < 2:
         raise StartupError(f"{tensor.path}: tensor {tensor.name!r} is {FP8_DTYPE}, which is served for matrices only")
 
 
