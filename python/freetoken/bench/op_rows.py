@@ -1,6 +1,6 @@
 """The table behind ``bench.ops``: for each fused op, how to build inputs and call the kernel and its reference.
 
-Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B; ``small`` ones let the same rows run in Triton's interpreter.
+Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B, for experts of qwen4_exp; ``small`` ones let the same rows run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode."""
+    and the batches of its decode; ``moe_*`` the experts and the token counts they see."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -58,6 +58,11 @@ class Sizes:
     linear_width: int = 128
     linear_prompt: int = 8192
     linear_batches: tuple[int, ...] = (1, 8, 64)
+    experts: int = 512
+    top_k: int = 10
+    moe_hidden: int = 2560
+    moe_width: int = 640
+    moe_tokens: tuple[int, ...] = (1, 8, 64, 2048)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -77,6 +82,11 @@ SMALL = Sizes(
     linear_width=16,
     linear_prompt=68,
     linear_batches=(1, 3),
+    experts=6,
+    top_k=2,
+    moe_hidden=20,
+    moe_width=16,
+    moe_tokens=(1, 3),
     dtype=torch.float32,
 )
 
@@ -403,6 +413,18 @@ def gdn_norm(device: str, sizes: Sizes) -> list[Case]:
     return [Case({"tokens": tokens}, call(fused), call(reference), moved, model="Qwen3.5-27B")]
 
 
+def _moe(name: str) -> Callable[[str, Sizes], list[Case]]:
+    """A row of :mod:`freetoken.bench.moe_rows`, which needs what is here."""
+
+    def rows(device: str, sizes: Sizes) -> list[Case]:
+        from freetoken.bench import moe_rows
+
+        found: list[Case] = getattr(moe_rows, name)(device, sizes)
+        return found
+
+    return rows
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -415,4 +437,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
+    "moe_route": _moe("moe_route"),
+    "moe_gemm": _moe("moe_gemm"),
+    "fp8_gemm": _moe("fp8_gemm"),
 }

@@ -33,6 +33,9 @@ NAMES = (
     "gdn_decode",
     "gdn_prefill",
     "gdn_norm",
+    "moe_route",
+    "moe_gemm",
+    "fp8_gemm",
 )
 
 
