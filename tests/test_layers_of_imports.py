@@ -27,6 +27,7 @@ TORCH_FREE = (
     "scheduler",
     "models/config",
     "models/parse",
+    "models/parse_moe",
     "models/registry",
     "loader/gguf",
     "loader/tokenizer",

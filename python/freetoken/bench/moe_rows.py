@@ -23,7 +23,7 @@ def _fp8(device: str, *shape: int, parts: tuple[int, ...] = ()) -> Fp8Weight:
     n, k = shape[-2:]
     weight = empty(shape, group_rows(*(parts or (n,))), torch.device(device))
     weight.scale.uniform_(0.5, 1.5).mul_(k**-0.5 / 64)
-    for part in weight.data.split(max(1, 2**24 // weight.data[0].numel())):
+    for part in torch.split(weight.data, max(1, 2**24 // weight.data[0].numel())):
         part.copy_((torch.randn(part.shape, device=device) * 64).clamp_(-448, 448))
     return weight
 
