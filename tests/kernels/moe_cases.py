@@ -140,7 +140,8 @@ def _tile(kind: str, element: str, config: TileConfig, silu: bool, grouped: bool
 
 
 def _picked(kind: str, element: str, m: int, silu: bool, grouped: bool = True) -> KernelCase:
-    config = pick_tile(m, HIDDEN if silu else WIDTH, BYTES[element], gated=silu)
+    alone = None if grouped else WIDTH if silu else HIDDEN
+    config = pick_tile(m, HIDDEN if silu else WIDTH, BYTES[element], gated=silu, alone=alone)
     return _tile(kind, element, config, silu, grouped)
 
 
@@ -186,6 +187,7 @@ CASES = [
     *(_down(kind, "bf16", pick_dense_route(16384, HIDDEN), (16384, HIDDEN)) for kind in KINDS[1:]),
     *(_picked(kind, "bf16", m, silu) for kind in KINDS for m in SIZES for silu in (True, False)),
     *(_picked("bits", "fp16", 64, silu, grouped=False) for silu in (True, False)),
+    *(_picked("native", "bf16", m, silu, grouped=False) for m in (16, 32) for silu in (True, False)),
     *(_picked("plain", "fp32", m, True) for m in (64, 128)),
     _combine(True),
     _combine(False),

@@ -231,6 +231,12 @@ def test_tiles_follow_density() -> None:
     assert not config.route_by_route(13, 10, 512)
 
 
+def test_a_weight_alone_is_cut_until_all_multiprocessors_work() -> None:
+    for outputs, wanted in ((2560, 16), (5000, 32), (16384, 64), (10, 16)):
+        assert config.pick_tile(16, 2560, 2, gated=False, alone=outputs).block_n == wanted
+    assert config.pick_tile(128, 2560, 2, gated=False, alone=10).block_n == 128
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("k", [16, 640, 2560])
 def test_settings_are_legal(k: int, size: int) -> None:

@@ -57,7 +57,8 @@ class Fp8Gemm:
         elif rows == 1:
             y = self._experts.gate_up_routes(x, None, weight, pick_gate_up_route(x.shape[1], 1))
         else:
-            tile = pick_tile(block_m(rows, 1), x.shape[1], x.element_size(), gated=True)
+            width = weight.shape[0] // 2
+            tile = pick_tile(block_m(rows, 1), x.shape[1], x.element_size(), gated=True, alone=width)
             y = self._experts.tiles(x, None, weight, tile, routes=rows, silu=True)
         if self._checked:
             self._compare(y, reference.linear_silu_mul(x, weight, bias))
@@ -70,7 +71,8 @@ class Fp8Gemm:
         if rows == 1:
             y = self._experts.down_routes(x, None, weight, None, pick_dense_route(*weight.shape))
         else:
-            tile = pick_tile(block_m(rows, 1), x.shape[1], x.element_size(), gated=False)
+            n = weight.shape[0]
+            tile = pick_tile(block_m(rows, 1), x.shape[1], x.element_size(), gated=False, alone=n)
             y = self._experts.tiles(x, None, weight, tile, routes=rows, silu=False)
         return y if bias is None else y.add_(bias)
 

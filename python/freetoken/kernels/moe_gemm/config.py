@@ -72,15 +72,22 @@ def block_m(routes: int, num_experts: int) -> int:
     return next((size for size in (16, 32, 64) if density * 4 <= size * 3), 128)
 
 
-def pick_tile(m: int, k: int, element_bytes: int, *, gated: bool) -> TileConfig:
+PROGRAMS = 128
+"""Programs that a product with one weight should have at least: about as many as a large GPU has multiprocessors."""
+
+
+def pick_tile(m: int, k: int, element_bytes: int, *, gated: bool, alone: int | None = None) -> TileConfig:
     """Settings for tiles of ``m`` routes. Element size is that of the activations, the larger of both operands.
 
-    Gate and up rows count twice (``gated``). Within the smallest shared memory of a served GPU.
+    Gate and up rows count twice (``gated``). Within the smallest shared memory of a served GPU. A weight that stands ``alone`` with so many
+    outputs is cut finer while that leaves multiprocessors idle.
     """
     block_n = 64 if gated or m < 64 else 128
     block_k = min(128 if m <= 32 else 64, max(16, power_of_two_at_least(k)))
     if element_bytes == 4:
         block_n, block_k = 32, min(block_k, 32)
+    while alone is not None and m <= 32 and block_n > 16 and alone < PROGRAMS * block_n:
+        block_n //= 2
     step = (m + block_n * (2 if gated else 1)) * block_k * element_bytes
     stages = max(1, min(4, SHARED_BYTES // step))
     warps = 8 if m * block_n >= (64 * 128 if element_bytes < 4 else 64 * 32) else 4
