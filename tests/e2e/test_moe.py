@@ -31,6 +31,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "expert_size": 33,
         "seed": 6,
     },
+    "shared, like the others": {"arch": "qwen3_5_moe", "layer_pattern": "lf", "shared_size": 24, "seed": 10},
     "FP8": {"arch": "qwen3_moe", "norm_topk": True, "fp8": True, "hidden_size": 144, "expert_size": 136, "seed": 7},
     "FP8, stacked, shared": {
         "arch": "qwen3_5_moe",
@@ -39,6 +40,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "stacked": True,
         "vision": True,
         "head_dim": 24,
+        "shared_size": 24,
         "seed": 8,
     },
     "FP8, dense": {"arch": "qwen3_5", "num_layers": 4, "fp8": True, "attention_bias": True, "seed": 9},

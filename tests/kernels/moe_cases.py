@@ -34,6 +34,7 @@ def _choose(element: str, renormalise: bool) -> KernelCase:
             "BLOCK_E": 512,
             "BLOCK_K": 16,
             "RENORMALISE": renormalise,
+            "SHARED": renormalise,
             "EARLY": False,
         },
         {"num_warps": 1},

@@ -62,6 +62,20 @@ def test_choice(tokens: int, experts: int, top_k: int, renormalise: bool, monkey
         assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(given, parts, strict=True))
 
 
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_the_shared_expert_comes_last(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(5, 9, device=DEVICE) * 3
+    poison_integers(monkeypatch)
+    ids, weights = triton.choose_experts(logits, 7, top_k, True, True)
+    wanted, expected = reference.choose_experts(logits, 7, top_k, True, True)
+    assert torch.equal(ids, wanted) and relative_rms(weights, expected) < 1e-6
+    alone, parts = reference.choose_experts(logits, 7, top_k, True)
+    assert torch.equal(ids[:, :top_k], alone) and relative_rms(weights[:, :top_k], parts) < 1e-6
+    assert ids[:, top_k].tolist() == [7] * 5
+    for given, gate in zip(weights[:, top_k].tolist(), logits[:, 7].tolist(), strict=True):
+        assert math.isclose(given, 1 / (1 + math.exp(-gate)), rel_tol=1e-5)
+
+
 def poison_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised tensors hold a value no output may have."""
     real = torch.empty

@@ -59,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "listed dense layers": {**PLAIN, "mlp_only_layers": [0, 2], "num_experts": 5, "num_experts_per_tok": 5},
     "one expert a token": {**PLAIN, "num_experts_per_tok": 1, "attention_bias": True},
     "shared": HYBRID,
+    "shared, like the others": {**HYBRID, "shared_expert_intermediate_size": 20},
     "shared, wide": {**HYBRID, "shared_expert_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 8},
 }
 
@@ -144,6 +145,23 @@ def test_logits_equal_transformers(case: str, pieces: tuple[int, ...], decodes: 
     assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
 
 
+def test_a_shared_expert_like_the_others_is_one_of_them() -> None:
+    """Unless one of both is in FP8 and the other is not."""
+
+    def joins(case: str, *skipped: str, fp8: bool = False) -> bool:
+        model = build(dataclasses.replace(model_config(case), fp8=Fp8Config(skipped=skipped) if fp8 else None))
+        block = model.layers[0].mlp
+        assert (block.shared is None) == block.experts.joins_shared
+        assert block.experts.down.shape[0] == 7 + block.experts.joins_shared
+        return block.experts.joins_shared
+
+    same = "shared, like the others"
+    assert joins(same) and joins(same, fp8=True) and joins(same, "mlp.experts", "shared_expert", fp8=True) is False
+    assert not joins("shared") and not joins(same, "mlp.experts", fp8=True)
+    skipped = [f"model.layers.0.mlp.{part}" for part in ("experts", "shared_expert")]
+    assert joins(same, *skipped, fp8=True) and not joins(same, skipped[1], fp8=True)
+
+
 def test_which_layers_have_experts() -> None:
     for case, wanted in (("every second layer", [1]), ("listed dense layers", [1]), ("shared", [0, 1, 2])):
         model = build(model_config(case))
@@ -212,7 +230,9 @@ def quantised(case: str) -> tuple[DecoderModel, DecoderModel]:
     return model, twin
 
 
-@pytest.mark.parametrize("case", ["every second layer", "one expert a token", "shared, wide"])
+@pytest.mark.parametrize(
+    "case", ["every second layer", "one expert a token", "shared, wide", "shared, like the others"]
+)
 def test_fp8_equals_the_dequantised_model(case: str) -> None:
     """In float32 within 1e-5 relative RMS of the logits: experts, dense MLPs, gated and plain attention, linear attention, biases."""
     with torch.inference_mode():
@@ -299,11 +319,12 @@ def test_experts_are_not_split_over_ranks() -> None:
         found(model_config("renormalised"), dtype=torch.float32, device="cpu", max_positions=64, tp_size=2)
 
 
-def test_experts_can_be_exchanged() -> None:
+@pytest.mark.parametrize("case", ["shared", "shared, like the others"])
+def test_experts_can_be_exchanged(case: str) -> None:
     """The block needs of its experts no more than the protocol: here they are held in another order and found by a table."""
-    ids, wanted = expected("shared")
-    model = build(model_config("shared"))
-    model.load_weights(make_oracle("shared").state_dict().items())
+    ids, wanted = expected(case)
+    model = build(model_config(case))
+    model.load_weights(make_oracle(case).state_dict().items())
 
     class Elsewhere:
         def __init__(self, inner: ResidentExperts) -> None:
@@ -311,6 +332,7 @@ def test_experts_can_be_exchanged() -> None:
             places = torch.randperm(inner.down.shape[0])
             self.table = places.argsort().to(torch.int32)
             self.gate_up, self.down = inner.gate_up[places], inner.down[places]
+            self.joins_shared = inner.joins_shared
 
         def __call__(self, x: Any, ids: Any, weights: Any, shared: Any) -> torch.Tensor:
             return self.gemm(x, self.table[ids], weights, self.gate_up, self.down, shared)
@@ -321,7 +343,7 @@ def test_experts_can_be_exchanged() -> None:
 
 
 @pytest.mark.skipif(probe().usable_gpu, reason="interpreted kernels")
-@pytest.mark.parametrize("case", ["renormalised", "shared"])
+@pytest.mark.parametrize("case", ["renormalised", "shared", "shared, like the others"])
 def test_fused_kernels_in_their_places(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routing and experts as on a GPU, interpreted: grouped pieces, and single tokens route by route."""
 

@@ -37,9 +37,10 @@ def _bytes(weight: Weight) -> int:
 
 
 def _routings(device: str, sizes: Sizes, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights ``[ROUTINGS, T, K]``: experts by chance, as for tokens that have nothing in common."""
+    """Ids and weights ``[ROUTINGS, T, K + 1]``: experts by chance, as for tokens that have nothing in common, and the shared one."""
     draw = torch.rand(ROUTINGS, tokens, sizes.experts, device=device)
     ids = draw.topk(sizes.top_k, dim=2).indices.to(torch.int32)
+    ids = torch.cat((ids, torch.full_like(ids[..., :1], sizes.experts)), 2)
     weights = torch.rand(ids.shape, device=device)
     return ids, weights / weights.sum(2, keepdim=True)
 
@@ -53,13 +54,14 @@ def moe_route(device: str, sizes: Sizes) -> list[Case]:
     for tokens in sizes.moe_tokens:
         logits = _random(device, sizes.dtype, tokens, sizes.experts + 1)
         ids, _ = _routings(device, sizes, tokens)
-        block, routes = block_m(tokens * sizes.top_k, sizes.experts), tokens * sizes.top_k
+        routes = ids[0].numel()
+        block = block_m(routes, sizes.experts + 1)
 
         def choose(impl: str, logits: torch.Tensor = logits) -> Callable[[], Tensors]:
-            return lambda: (ops[impl](logits, sizes.experts, sizes.top_k, True)[1],)
+            return lambda: (ops[impl](logits, sizes.experts, sizes.top_k, True, True)[1],)
 
         def group(impl: str, ids: torch.Tensor = ids[0], block: int = block) -> Callable[[], Tensors]:
-            return lambda: (ops[impl].group(ids, sizes.experts, block)[1],)
+            return lambda: (ops[impl].group(ids, sizes.experts + 1, block)[1],)
 
         moved = logits.numel() * logits.element_size() + 8.0 * routes
         cases.append(Case({"tokens": tokens}, choose("triton"), choose("reference"), moved, model=MODEL))
@@ -72,7 +74,7 @@ def _experts(device: str, sizes: Sizes, bits: int) -> list[Case]:
     from freetoken.kernels.moe_gemm import MoeGemm
     from freetoken.kernels.moe_route import MoeRoute
 
-    count, hidden, width = sizes.experts, sizes.moe_hidden, sizes.moe_width
+    count, hidden, width = sizes.experts + 1, sizes.moe_hidden, sizes.moe_width
     gate_up: Weight
     down: Weight
     if bits == 8:
@@ -83,22 +85,17 @@ def _experts(device: str, sizes: Sizes, bits: int) -> list[Case]:
         down = _float(device, sizes.dtype, count, hidden, width)
     cases = []
     for tokens in sizes.moe_tokens:
-        x, output = (_random(device, sizes.dtype, tokens, hidden) for _ in range(2))
-        gate = _random(device, sizes.dtype, tokens)
+        x = _random(device, sizes.dtype, tokens, hidden)
         ids, weights = _routings(device, sizes, tokens)
 
-        def call(
-            impl: str,
-            inputs: tuple[Any, ...] = (x, ids, weights),
-            shared: Any = (output, gate),
-        ) -> Callable[[], Tensors]:
+        def call(impl: str, inputs: tuple[Any, ...] = (x, ids, weights)) -> Callable[[], Tensors]:
             op = MoeGemm(_choice("moe_gemm", impl), MoeRoute(_choice("moe_route", impl)))
             turn = itertools.cycle(zip(inputs[1], inputs[2]))
-            return lambda: (op(inputs[0], *next(turn), gate_up, down, shared),)
+            return lambda: (op(inputs[0], *next(turn), gate_up, down),)
 
         used = sum(chosen.unique().numel() for chosen in ids) / ROUTINGS
-        moved = used / count * (_bytes(gate_up) + _bytes(down)) + 3.0 * x.numel() * x.element_size()
-        flops = 6.0 * tokens * sizes.top_k * hidden * width
+        moved = used / count * (_bytes(gate_up) + _bytes(down)) + 2.0 * x.numel() * x.element_size()
+        flops = 6.0 * ids[0].numel() * hidden * width
         shape = {"tokens": tokens, "bits": bits}
         cases.append(Case(shape, call("triton"), call("reference"), moved, flops, model=MODEL))
     return cases

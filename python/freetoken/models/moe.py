@@ -41,8 +41,10 @@ class Experts(Weighted, Protocol):
     """Where the weights of a block's experts live and how tokens get to them.
 
     The block knows no more of its experts than this: an implementation that keeps weights off the GPU brings in those of ``ids``
-    and hands the op ids into what it holds.
+    and hands the op ids into what it holds. Where ``joins_shared``, the shared expert is one of them, under the number of experts.
     """
+
+    joins_shared: bool
 
     def pieces(self) -> dict[str, dict[str, Slot]]:
         """For each of ``slots``, the places of its parts in a checkpoint that stores every expert by itself."""
@@ -54,49 +56,64 @@ class Experts(Weighted, Protocol):
         expert ``[T, H]`` times the sigmoid of its logits ``[T]`` is added."""
 
 
+def _joins(moe: MoeConfig, place: Placement, name: str, fp8: bool) -> bool:
+    """Whether the shared expert of block ``name`` is of the same size and type as the others."""
+    modules = [f"{name}.shared_expert.{part}_proj" for part in ("gate", "up", "down")]
+    held = [place.holds_fp8(modules[:2]), place.holds_fp8(modules[2:])]
+    return moe.shared_intermediate_size == moe.intermediate_size and held == [fp8, fp8]
+
+
 class ResidentExperts:
-    """All experts of a block on the device: ``gate_up [E, 2F, H]``, ``down [E, H, F]``, float or FP8."""
+    """All experts of block ``name`` on the device: ``gate_up [E, 2F, H]``, ``down [E, H, F]``, float or FP8.
+
+    A shared expert like the others is the last of the stack, so that it takes no launches of its own.
+    """
 
     def __init__(self, ops: MoeOps, moe: MoeConfig, place: Placement, name: str, hidden: int) -> None:
         if place.tp_size != 1:
-            raise StartupError(f"{name}: experts are not split over tensor-parallel ranks")
+            raise StartupError(f"{name}.experts: experts are not split over tensor-parallel ranks")
         self._gemm = ops.gemm
-        self._name = name
-        count, width = moe.num_experts, moe.intermediate_size
-        shapes = {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
-        fp8 = place.fp8 is not None and place.fp8.converts(name)
+        self._name = f"{name}.experts"
+        self._count, self._width = moe.num_experts, moe.intermediate_size
+        fp8 = place.fp8 is not None and place.fp8.converts(self._name)
+        self.joins_shared = _joins(moe, place, name, fp8)
+        stack = self._count + self.joins_shared
         self.gate_up, self.down = (
-            block_fp8.empty(shape, block_fp8.group_rows(shape[1], rows), place.device) if fp8 else place.empty(*shape)
-            for shape, rows in zip(shapes.values(), (width, hidden), strict=True)
+            block_fp8.empty(shape, block_fp8.group_rows(shape[1], part), place.device) if fp8 else place.empty(*shape)
+            for shape, part in (((stack, 2 * self._width, hidden), self._width), ((stack, hidden, self._width), hidden))
         )
         self.slots: dict[str, Slot] = {}
-        for part, weight in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-            self._add(self.slots, f"{name}.{part}", "", weight, slice(None))
+        regular = slice(0, self._count)
+        self._add(self.slots, f"{self._name}.gate_up_proj", self.gate_up, regular)
+        self._add(self.slots, f"{self._name}.down_proj", self.down, regular)
+        if self.joins_shared:
+            self._add_one(self.slots, self.slots, f"{name}.shared_expert", self._count)
 
     @staticmethod
-    def _add(
-        slots: dict[str, Slot], name: str, kind: str, weight: Weight, rows: slice, expert: int | None = None
-    ) -> None:
-        """Places of all experts, or of some rows of one."""
-        index = (slice(None) if expert is None else expert, rows)
+    def _add(slots: dict[str, Slot], name: str, weight: Weight, which: int | slice, rows: slice = slice(None)) -> None:
+        """The places of tensor ``name``, and of its scales: some rows of one expert or of several."""
         if not isinstance(weight, Fp8Weight):
-            slots[name + kind] = Slot(weight[index], tuple(weight[index].shape))
+            target = weight[which, rows]
+            slots[name] = Slot(target, tuple(target.shape))
             return
-        shape, group = tuple(weight.data[index].shape), weight.rows
+        target, group = weight.data[which, rows], weight.rows
         scales = slice(*(None if edge is None else edge // group for edge in (rows.start, rows.stop)))
-        slots[name + kind] = Slot(weight.data[index], shape)
-        slots[f"{name}{kind}_scale_inv"] = scale_slot(weight.scale[index[0], scales], shape, group)
+        slots[name] = Slot(target, tuple(target.shape))
+        slots[f"{name}_scale_inv"] = scale_slot(weight.scale[which, scales], tuple(target.shape), group)
+
+    def _add_one(self, first: dict[str, Slot], second: dict[str, Slot], name: str, expert: int) -> None:
+        """The places of one expert's tensors: gate and up into ``first``, down into ``second``."""
+        width = self._width
+        self._add(first, f"{name}.gate_proj.weight", self.gate_up, expert, slice(0, width))
+        self._add(first, f"{name}.up_proj.weight", self.gate_up, expert, slice(width, 2 * width))
+        self._add(second, f"{name}.down_proj.weight", self.down, expert)
 
     def pieces(self) -> dict[str, dict[str, Slot]]:
         """As :meth:`Experts.pieces`: ``experts.N.gate_proj``, ``up_proj`` and ``down_proj``."""
-        width = self.down.shape[2]
         first: dict[str, Slot] = {}
         second: dict[str, Slot] = {}
-        for expert in range(self.down.shape[0]):
-            name = f"{self._name}.{expert}"
-            self._add(first, f"{name}.gate_proj", ".weight", self.gate_up, slice(0, width), expert)
-            self._add(first, f"{name}.up_proj", ".weight", self.gate_up, slice(width, 2 * width), expert)
-            self._add(second, f"{name}.down_proj", ".weight", self.down, slice(None), expert)
+        for expert in range(self._count):
+            self._add_one(first, second, f"{self._name}.{expert}", expert)
         found = {}
         for part, slots in (("gate_up_proj", first), ("down_proj", second)):
             for suffix in ("", "_scale_inv"):
@@ -131,13 +148,13 @@ class MoeBlock:
         self._moe = moe
         self._ops = ops
         hidden, shared = config.hidden_size, moe.shared_intermediate_size
-        self.experts: Experts = ResidentExperts(ops, moe, place, f"{name}.experts", hidden)
+        self.experts: Experts = ResidentExperts(ops, moe, place, name, hidden)
         logits = {f"{name}.gate": moe.num_experts}
         if shared:
             logits[f"{name}.shared_expert_gate"] = 1
         self.router = ColumnLinear(gemm, place, logits, hidden)
         self.shared: tuple[GatedLinear, RowLinear] | None = None
-        if shared:
+        if shared and not self.experts.joins_shared:
             prefix = f"{name}.shared_expert"
             gate_up = GatedLinear(gemm, place, {f"{prefix}.gate_proj": shared, f"{prefix}.up_proj": shared}, hidden)
             self.shared = gate_up, RowLinear(gemm, place, f"{prefix}.down_proj", hidden, shared)
@@ -150,7 +167,9 @@ class MoeBlock:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         moe = self._moe
         logits = self.router(x)
-        ids, weights = self._ops.route(logits, moe.num_experts, moe.top_k, moe.norm_topk_prob)
+        ids, weights = self._ops.route(
+            logits, moe.num_experts, moe.top_k, moe.norm_topk_prob, self.experts.joins_shared
+        )
         beside: Shared | None = None
         if self.shared is not None:
             gate_up, down = self.shared

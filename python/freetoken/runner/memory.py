@@ -76,7 +76,7 @@ def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:
     moe = model.moe
     if moe is None:
         return 0
-    routes = min(tokens, MOE_SLICE_TOKENS) * moe.top_k
+    routes = min(tokens, MOE_SLICE_TOKENS) * (moe.top_k + 1)
     alone = moe.num_experts + 3 * moe.shared_intermediate_size + 2 * model.hidden_size
     return (routes * (moe.intermediate_size + model.hidden_size) + tokens * alone) * element + 16 * routes
 

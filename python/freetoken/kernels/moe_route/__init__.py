@@ -27,13 +27,14 @@ class MoeRoute:
             self._choose, self._group = triton.choose_experts, triton.group_by_expert
 
     def __call__(
-        self, logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool
+        self, logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool, shared: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(ids [T, top_k] int32, weights [T, top_k] float32)``, as :func:`reference.choose_experts`."""
-        ids, weights = self._choose(logits, num_experts, top_k, renormalise)
+        """``(ids [T, K] int32, weights [T, K] float32)`` with K routes a token (``top_k``, one more with ``shared``), as
+        :func:`reference.choose_experts`."""
+        ids, weights = self._choose(logits, num_experts, top_k, renormalise, shared)
         if self._checked:
             checking.refuse_capture("moe_route", self.choice.flag)
-            wanted, expected = reference.choose_experts(logits, num_experts, top_k, renormalise)
+            wanted, expected = reference.choose_experts(logits, num_experts, top_k, renormalise, shared)
             self._require_equal("a chosen expert", ids, wanted)
             checking.require_close("moe_route", "the weights", weights, expected)
         return ids, weights

@@ -6,20 +6,25 @@ import torch
 
 
 def choose_experts(
-    logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool
+    logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool, shared: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts of each token and their weights, from ``logits [T, num_experts or more]`` (further columns are not the router's).
 
     Returns ``ids [T, top_k]`` int32, largest logit first and the lower expert first among equals, and ``weights [T, top_k]``
     float32: the softmax over all experts, divided by its sum over the chosen where ``renormalise`` is set. A logit that is
-    no number counts as minus infinity.
+    no number counts as minus infinity. With ``shared`` every token has expert ``num_experts`` besides, in a last column, weighted by the
+    sigmoid of its logit.
     """
     wide = logits[:, :num_experts].float()
     wide = torch.where(wide.isnan(), float("-inf"), wide)
     values, ids = wide.sort(dim=1, descending=True, stable=True)
     parts = (values[:, :top_k] - values[:, :1]).exp()
     total = parts if renormalise else (wide - values[:, :1]).exp()
-    return ids[:, :top_k].to(torch.int32), parts / total.sum(1, keepdim=True)
+    ids, weights = ids[:, :top_k].to(torch.int32), parts / total.sum(1, keepdim=True)
+    if shared:
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], num_experts)), 1)
+        weights = torch.cat((weights, logits[:, num_experts : num_experts + 1].float().sigmoid()), 1)
+    return ids, weights
 
 
 def block_count(routes: int, num_experts: int, block: int) -> int:

@@ -24,10 +24,12 @@ def choose_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid ``(T,)``. Logits become integers of the same order, below them the expert counted from the end, so that each maximum
     is one expert and the lower of equals wins."""
+    ROUTES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     if EARLY:
@@ -58,8 +60,12 @@ def choose_kernel(
     else:
         total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logit - highest), 0.0), 0)
     ids = BLOCK_E - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
-    tl.store(ids_ptr + token * TOP_K + place, ids, mask=kept)
-    tl.store(weights_ptr + token * TOP_K + place, part / total, mask=kept)
+    tl.store(ids_ptr + token * ROUTES + place, ids, mask=kept)
+    tl.store(weights_ptr + token * ROUTES + place, part / total, mask=kept)
+    if SHARED:
+        gate = tl.load(logits_ptr + token * logits_stride + EXPERTS).to(tl.float32)
+        tl.store(ids_ptr + token * ROUTES + TOP_K, EXPERTS)
+        tl.store(weights_ptr + token * ROUTES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
 
 
 @triton.jit(do_not_specialize=["routes"])
@@ -121,12 +127,13 @@ def place_kernel(
 
 
 def choose_experts(
-    logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool
+    logits: torch.Tensor, num_experts: int, top_k: int, renormalise: bool, shared: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`freetoken.kernels.moe_route.reference.choose_experts`; columns of ``logits`` contiguous."""
     tokens = logits.shape[0]
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    routes = top_k + 1 if shared else top_k
+    ids = torch.empty((tokens, routes), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, routes), dtype=torch.float32, device=logits.device)
     if tokens > 0:
         early = launch.early(logits)
         choose_kernel[(tokens,)](
@@ -139,6 +146,7 @@ def choose_experts(
             BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(top_k),
             RENORMALISE=renormalise,
+            SHARED=shared,
             EARLY=early,
             launch_pdl=early,
             num_warps=1 if num_experts <= 1024 else 4,
