@@ -137,5 +137,5 @@ def test_memory_counts_what_is_held(open_moe: Callable[[str], Model]) -> None:
     for name in ("sums of the softmax", "FP8"):
         rig = Rig(open_moe(name).path)
         counted, held = weight_bytes(rig.config.model, 4), rig.runner.model.weight_bytes
-        # Scales are held for smaller groups of rows than they are stored where sizes do not divide by 128.
-        assert counted == held if name != "FP8" else 0 < held - counted < 0.1 * counted
+        # Routers are filled up, and scales are held for smaller groups of rows than stored where sizes do not divide by 128.
+        assert 0 <= held - counted < 0.1 * counted

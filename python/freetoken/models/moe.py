@@ -27,6 +27,8 @@ from freetoken.models.layers import (
     weight_tensors,
 )
 
+ROUTER_ROWS = 16
+
 
 class MoeOps:
     """The fused ops of mixture-of-experts blocks, each bound to its implementation once."""
@@ -136,6 +138,25 @@ class ResidentExperts:
             fill_normal(weight, generator)
 
 
+class Router(ColumnLinear):
+    """Logits of all experts and, in the column after them, of the shared expert's gate.
+
+    Rows of the weight are filled up to a multiple of :data:`ROUTER_ROWS`: products of an odd number of them are slow. The logits they make
+    mean nothing.
+    """
+
+    def __init__(self, moe: MoeConfig, gemm: SmallGemm, place: Placement, name: str, hidden: int) -> None:
+        parts = {f"{name}.gate": moe.num_experts}
+        if moe.shared_intermediate_size:
+            parts[f"{name}.shared_expert_gate"] = 1
+        used, filling = sum(parts.values()), f"{name}.filling"
+        if used % ROUTER_ROWS:
+            parts[filling] = ROUTER_ROWS - used % ROUTER_ROWS
+        super().__init__(gemm, place, parts, hidden)
+        self.weight[used:].zero_()
+        self.slots.pop(f"{filling}.weight", None)
+
+
 class MoeBlock:
     """The MLP of a layer with experts: ``block(x [T, H]) -> [T, H]``. ``name`` is its prefix in the checkpoint (``….mlp``).
 
@@ -149,10 +170,7 @@ class MoeBlock:
         self._ops = ops
         hidden, shared = config.hidden_size, moe.shared_intermediate_size
         self.experts: Experts = ResidentExperts(ops, moe, place, name, hidden)
-        logits = {f"{name}.gate": moe.num_experts}
-        if shared:
-            logits[f"{name}.shared_expert_gate"] = 1
-        self.router = ColumnLinear(gemm, place, logits, hidden)
+        self.router = Router(moe, gemm, place, name, hidden)
         self.shared: tuple[GatedLinear, RowLinear] | None = None
         if shared and not self.experts.joins_shared:
             prefix = f"{name}.shared_expert"
