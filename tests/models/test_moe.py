@@ -343,18 +343,29 @@ def test_experts_can_be_exchanged(case: str) -> None:
 
 
 @pytest.mark.skipif(probe().usable_gpu, reason="interpreted kernels")
-@pytest.mark.parametrize("case", ["renormalised", "shared", "shared, like the others"])
-def test_fused_kernels_in_their_places(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routing and experts as on a GPU, interpreted: grouped pieces, and single tokens route by route."""
+@pytest.mark.parametrize(
+    ("case", "fp8"), [("renormalised", False), ("shared", False), ("shared, like the others", True)]
+)
+def test_fused_kernels_in_their_places(case: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routing, experts and FP8 products as on a GPU, interpreted: grouped pieces, and single tokens route by route."""
 
     def fused(name: str, device: str) -> Choice:
         choice = choose_op(name, device)
-        return Choice(name, choice.flag, "triton", "for this test") if name.startswith("moe") else choice
+        wanted = name in ("moe_route", "moe_gemm", "fp8_gemm")
+        return Choice(name, choice.flag, "triton", "for this test") if wanted else choice
 
+    ids, wanted = expected(case)
+    with torch.inference_mode():
+        source, twin = quantised(case) if fp8 else (None, None)
     for module in (decoder, gdn, moe):
         monkeypatch.setattr(module, "choose_op", fused)
-    model = build(model_config(case))
-    assert [choice.impl for choice in model.kernel_choices() if choice.op.startswith("moe")] == ["triton"] * 2
-    model.load_weights(make_oracle(case).state_dict().items())
-    ids, wanted = expected(case)
-    assert relative(feed(model, ids[:7], (4,), 2), wanted[:7]) < 1e-5
+    if source is None or twin is None:
+        model = build(model_config(case))
+        model.load_weights(make_oracle(case).state_dict().items())
+    else:
+        model, wanted = build(source.config), feed(twin, ids[:6], (), 0)
+        with torch.inference_mode():
+            for name, slot in model.slots.items():
+                slot.target.copy_(source.slots[name].target)
+    assert [choice.impl for choice in model.kernel_choices()].count("triton") == 2 + fp8
+    assert relative(feed(model, ids[:6], (3,), 2), wanted[:6]) < 1e-5
