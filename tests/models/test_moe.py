@@ -206,9 +206,9 @@ def test_renormalising_would_show() -> None:
     assert relative(feed(model, ids, (), 0), wanted) > 1e-2
 
 
-def quantised(case: str) -> tuple[DecoderModel, DecoderModel]:
+def quantised(config: ModelConfig) -> tuple[DecoderModel, DecoderModel]:
     """A model with random FP8 weights, and a float one of what they are worth."""
-    config = dataclasses.replace(model_config(case), fp8=Fp8Config())
+    config = dataclasses.replace(config, fp8=Fp8Config())
     model = build(config)
     model.random_weights(3)
     floats = dataclasses.replace(config, fp8=None)
@@ -236,7 +236,7 @@ def quantised(case: str) -> tuple[DecoderModel, DecoderModel]:
 def test_fp8_equals_the_dequantised_model(case: str) -> None:
     """In float32 within 1e-5 relative RMS of the logits: experts, dense MLPs, gated and plain attention, linear attention, biases."""
     with torch.inference_mode():
-        model, twin = quantised(case)
+        model, twin = quantised(model_config(case))
     held = [slot for name, slot in model.slots.items() if slot.target.dtype == torch.float8_e4m3fn]
     assert len(held) == sum(name.endswith("_scale_inv") for name in model.slots) > 10
     assert model.weight_bytes < twin.weight_bytes / 2
@@ -356,16 +356,18 @@ def test_fused_kernels_in_their_places(case: str, fp8: bool, monkeypatch: pytest
 
     ids, wanted = expected(case)
     with torch.inference_mode():
-        source, twin = quantised(case) if fp8 else (None, None)
+        # One layer: the products of FP8 weights are many programs for an interpreter.
+        config = dataclasses.replace(model_config(case), num_layers=1, layer_types=("full_attention",))
+        source, twin = quantised(config) if fp8 else (None, None)
     for module in (decoder, gdn, moe):
         monkeypatch.setattr(module, "choose_op", fused)
     if source is None or twin is None:
         model = build(model_config(case))
         model.load_weights(make_oracle(case).state_dict().items())
     else:
-        model, wanted = build(source.config), feed(twin, ids[:6], (), 0)
+        model, wanted = build(source.config), feed(twin, ids[:4], (), 0)
         with torch.inference_mode():
             for name, slot in model.slots.items():
                 slot.target.copy_(source.slots[name].target)
     assert [choice.impl for choice in model.kernel_choices()].count("triton") == 2 + fp8
-    assert relative(feed(model, ids[:6], (3,), 2), wanted[:6]) < 1e-5
+    assert relative(feed(model, ids[:4], (3,), 1), wanted[:4]) < 1e-5
