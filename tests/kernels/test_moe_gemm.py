@@ -17,6 +17,7 @@ from freetoken.kernels.moe_gemm.config import RouteConfig, TileConfig
 from freetoken.kernels.moe_route import MoeRoute
 from freetoken.kernels.moe_route.reference import group_by_expert
 from freetoken.kernels.small_gemm.reference import linear_silu_mul
+from freetoken.runner.memory import MOE_SLICE_TOKENS
 
 CASES: list[tuple[int, int, int, int, int, str, torch.dtype | str]] = [
     (1, 2, 5, 33, 7, "even", torch.float32),
@@ -229,6 +230,7 @@ def test_tiles_follow_density() -> None:
     assert sizes == [16, 16, 32, 32, 64, 128]
     assert config.route_by_route(1, 10, 8) and config.route_by_route(12, 10, 512)
     assert not config.route_by_route(13, 10, 512)
+    assert config.SLICE_TOKENS == MOE_SLICE_TOKENS, "memory is planned for other slices than there are"
 
 
 def test_a_weight_alone_is_cut_until_all_multiprocessors_work() -> None:

@@ -6,6 +6,7 @@ Keys are those of ``config.json`` as published with Qwen3 and Qwen3.5 mixture-of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetoken.models.config import Fp8Config, MoeConfig
@@ -13,11 +14,22 @@ from freetoken.models.config import Fp8Config, MoeConfig
 if TYPE_CHECKING:
     from freetoken.models.parse import _Reader
 
-# Architecture to whether weights are renormalised where the configuration does not say, and whether there is a shared expert.
-MOE_ARCHITECTURES: dict[str, tuple[bool, bool]] = {
-    "Qwen3MoeForCausalLM": (False, False),
-    "Qwen3_5MoeForCausalLM": (True, True),
-    "Qwen3_5MoeForConditionalGeneration": (True, True),
+
+@dataclass(frozen=True)
+class _Family:
+    """``normalised``: what a missing norm_topk_prob means; ``fixed``: it may mean nothing else; ``shared``: there is a shared expert,
+    and every layer has experts."""
+
+    normalised: bool
+    fixed: bool
+    shared: bool
+
+
+_QWEN3_5 = _Family(normalised=True, fixed=True, shared=True)
+MOE_ARCHITECTURES = {
+    "Qwen3MoeForCausalLM": _Family(normalised=False, fixed=False, shared=False),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
 }
 # More would not fit the index arithmetic of one program that looks at all experts.
 MAX_EXPERTS = 4096
@@ -27,10 +39,9 @@ _LANGUAGE_MODEL = "model.language_model."
 
 def parse_moe(r: _Reader, architecture: str, num_layers: int) -> MoeConfig | None:
     """The experts of a model, ``None`` for an architecture without; ``StartupError`` naming the key for what does not fit."""
-    found = MOE_ARCHITECTURES.get(architecture)
-    if found is None:
+    family = MOE_ARCHITECTURES.get(architecture)
+    if family is None:
         return None
-    normalised, shared = found
     count_key = "num_experts" if r.values.get("num_experts") is not None else "num_local_experts"
     if r.values.get(count_key) is None:
         r.fail("num_experts", "is missing")
@@ -38,15 +49,16 @@ def parse_moe(r: _Reader, architecture: str, num_layers: int) -> MoeConfig | Non
     top_k = r.integer("num_experts_per_tok", 8)
     if top_k > num_experts:
         r.fail("num_experts_per_tok", f"{top_k} is more than num_experts {num_experts}")
-    if shared and not r.boolean("norm_topk_prob", True):
-        r.fail("norm_topk_prob", f"is false, which a {architecture} does not have")
+    normalised = r.boolean("norm_topk_prob", family.normalised)
+    if family.fixed and normalised != family.normalised:
+        r.fail("norm_topk_prob", f"is {str(normalised).lower()}, which a {architecture} does not have")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=r.integer("moe_intermediate_size"),
-        norm_topk_prob=r.boolean("norm_topk_prob", normalised),
-        shared_intermediate_size=r.integer("shared_expert_intermediate_size", 512) if shared else 0,
-        dense_layers=() if shared else _dense_layers(r, num_layers),
+        norm_topk_prob=normalised,
+        shared_intermediate_size=r.integer("shared_expert_intermediate_size", 512) if family.shared else 0,
+        dense_layers=() if family.shared else _dense_layers(r, num_layers),
     )
 
 
