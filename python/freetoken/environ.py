@@ -52,6 +52,7 @@ TABLE: tuple[EnvVar, ...] = (
         "flash-linear-attention on CUDA where `fla-core` is installed and reference elsewhere, `check` fused and reference, "
         "compared on every call.",
     ),
+    EnvVar("FREETOKEN_PLE_FUSED_HASH", "kernel", "1", f"Row ids of hashed n-grams (PLE): {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."
