@@ -26,6 +26,7 @@ TORCH_FREE = (
     "server",
     "scheduler",
     "models/config",
+    "models/ple_config",
     "models/parse",
     "models/registry",
     "loader/gguf",

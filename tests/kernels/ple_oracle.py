@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ple_geometry import PRODUCTION
-
 from freetoken.models.ple_config import HashConstants
+from ple_geometry import PRODUCTION
 
 OVERFLOW = HashConstants((2**62 + 3, 2**61 + 5, 2**60 + 7), (1009, 1013, 1019, 1021), (0, 1009, 2022, 3041))
 

@@ -10,8 +10,6 @@ import ple_oracle as oracle
 import pytest
 import torch
 from compile_tool import compile_cases
-from ple_geometry import PRODUCTION as BIG
-from ple_geometry import SMALL as TINY
 from poison import DEVICE, choice
 
 from freetoken.kernels import ple_hash
@@ -19,6 +17,8 @@ from freetoken.kernels.checking import KernelCheckError
 from freetoken.kernels.ple_hash import PleHash, TokenIndexMemo, index, ple_row_ids, reference, row_ids_reference
 from freetoken.kernels.ple_hash.host import HostHash
 from freetoken.models.ple_config import HashConstants
+from ple_geometry import PRODUCTION as BIG
+from ple_geometry import SMALL as TINY
 
 triton = pytest.importorskip("freetoken.kernels.ple_hash.triton", exc_type=ImportError)
 
@@ -122,7 +122,7 @@ def test_products_wrap_and_remainders_are_floored(hashed: Hash) -> None:
 def test_pieces_shorter_than_the_window_look_into_the_context(hashed: Hash, length: int) -> None:
     tokens = [11, 12, 13, 14, 7, 15]
     whole = by_scalar([tokens], [[7, 7]], SMALL, 7)
-    for start in range(0, len(tokens) - length + 1):
+    for start in range(len(tokens) - length + 1):
         context = [7] * max(0, 2 - start) + tokens[max(0, start - 2) : start]
         piece = hashed([tokens[start : start + length]], [context], SMALL, 7)
         assert torch.equal(piece, whole[start : start + length])

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ple_geometry import PRODUCTION, SMALL
 
 from freetoken.errors import StartupError
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from freetoken.models.ple_config import HashConstants, splitmix64
+from ple_geometry import PRODUCTION, SMALL
 
 ABOVE = (3, 23, 33, 47, 59, 63, 69, 77, 81, 93, 107, 147, 153, 159, 161, 171)
 KINDS = (LINEAR_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION)

@@ -25,7 +25,7 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes.
+    geometry of the full sizes. With ``uncaptured`` both are also timed outside a graph, and their launches counted.
     """
 
     shape: dict[str, int]
@@ -35,13 +35,14 @@ class Case:
     flops: float = 0.0
     exact: bool = False
     model: str = "Qwen3-8B"
+    uncaptured: bool = False
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode."""
+    and the batches of its decode; ``ple_*`` the batches and prompts whose n-grams are hashed."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -58,6 +59,8 @@ class Sizes:
     linear_width: int = 128
     linear_prompt: int = 8192
     linear_batches: tuple[int, ...] = (1, 8, 64)
+    ple_batches: tuple[int, ...] = (1, 4, 8)
+    ple_prompts: tuple[int, ...] = (512, 2048, 16384)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -77,6 +80,8 @@ SMALL = Sizes(
     linear_width=16,
     linear_prompt=68,
     linear_batches=(1, 3),
+    ple_batches=(1, 3),
+    ple_prompts=(5, 40),
     dtype=torch.float32,
 )
 
@@ -403,6 +408,12 @@ def gdn_norm(device: str, sizes: Sizes) -> list[Case]:
     return [Case({"tokens": tokens}, call(fused), call(reference), moved, model="Qwen3.5-27B")]
 
 
+def ple_hash(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import hash_cases
+
+    return hash_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -415,4 +426,5 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
+    "ple_hash": ple_hash,
 }

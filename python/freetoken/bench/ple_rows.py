@@ -1,0 +1,48 @@
+"""Rows of ``bench.ops`` for per-layer embeddings, with the constants of the published checkpoint (16 heads of trigrams)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from freetoken.bench.op_rows import Case, Sizes, Tensors
+from freetoken.kernels.dispatch import Choice
+from freetoken.models.ple_config import PleConfig
+
+MODEL = "Qwen3.8-Flash-Next"
+PUBLISHED = PleConfig(
+    layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560, shards=128
+)
+
+
+def hash_cases(device: str, sizes: Sizes) -> list[Case]:
+    """Decodes of one token a request, then prefills of one request; one id in eight is the boundary."""
+    from freetoken.kernels.ple_hash import PleHash, TokenIndexMemo
+
+    constants = PUBLISHED.constants(0)
+    parts = (constants.multipliers, constants.vocab_sizes, constants.offsets)
+    tensors = [torch.tensor(part, dtype=torch.int64, device=device) for part in parts]
+    memo = TokenIndexMemo()
+    cases = []
+    for lengths in [[1] * count for count in sizes.ple_batches] + [[count] for count in sizes.ple_prompts]:
+        tokens, requests, decode = sum(lengths), len(lengths), lengths[0] == 1
+        ids, context = (
+            torch.randint(0, PUBLISHED.vocab_size, shape, device=device) for shape in ((tokens,), (requests, 2))
+        )
+        for part in (ids, context):
+            part[torch.rand(part.shape, device=device) < 1 / 8] = PUBLISHED.boundary_id
+        where = memo.get(lengths, device, is_decode=decode)
+        arguments = (ids, context, where.request, where.local, *tensors)
+
+        def call(impl: str, arguments: Any = arguments, longest: int = where.max_len) -> Callable[[], Tensors]:
+            op = PleHash(Choice("ple_hash", "", impl, "benchmark"))
+            named = {"eos_token_id": PUBLISHED.boundary_id, "heads_per_ngram": PUBLISHED.heads_per_ngram}
+            out = torch.full((arguments[0].shape[0], PUBLISHED.heads), -1, device=device)
+            return lambda: (op(*arguments, **named, max_len=longest, out=out),)
+
+        shape = {"requests": requests, "tokens": tokens}
+        moved = 8.0 * (tokens * (1 + PUBLISHED.heads) + context.numel()) + (0 if decode else 8 * tokens)
+        cases.append(Case(shape, call("triton"), call("reference"), moved, exact=True, model=MODEL, uncaptured=True))
+    return cases
