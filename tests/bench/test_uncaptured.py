@@ -11,13 +11,15 @@ from freetoken.bench import ops, uncaptured
 
 
 def event(device: str, microseconds: float) -> SimpleNamespace:
-    return SimpleNamespace(device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: microseconds))
+    return SimpleNamespace(
+        device_type=SimpleNamespace(name=device), time_range=SimpleNamespace(elapsed_us=lambda: microseconds)
+    )
 
 
 def test_only_the_device_counts() -> None:
-    events = [event("cuda", 1.5), event("cpu", 100), event("cuda", 0.5), event("cuda", 2), event("cuda", 4)]
-    assert uncaptured.device_work(events, "cuda", 2) == (4.0, 2.0)
-    assert uncaptured.device_work([], "cuda", 2) == (0.0, 0.0)
+    events = [event("CUDA", 1.5), event("CPU", 100), event("CUDA", 0.5), event("CUDA", 2), event("CUDA", 4)]
+    assert uncaptured.device_work(events, 2) == (4.0, 2.0)
+    assert uncaptured.device_work([], 2) == (0.0, 0.0)
 
 
 def test_both_sides_are_printed() -> None:

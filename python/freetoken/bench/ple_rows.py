@@ -38,7 +38,10 @@ def hash_cases(device: str, sizes: Sizes) -> list[Case]:
 
         def call(impl: str, arguments: Any = arguments, longest: int = where.max_len) -> Callable[[], Tensors]:
             op = PleHash(Choice("ple_hash", "", impl, "benchmark"))
-            named = {"eos_token_id": PUBLISHED.boundary_id, "heads_per_ngram": PUBLISHED.heads_per_ngram}
+            named: dict[str, Any] = {
+                "eos_token_id": PUBLISHED.boundary_id,
+                "heads_per_ngram": PUBLISHED.heads_per_ngram,
+            }
             out = torch.full((arguments[0].shape[0], PUBLISHED.heads), -1, device=device)
             return lambda: (op(*arguments, **named, max_len=longest, out=out),)
 

@@ -37,16 +37,15 @@ def wall_microseconds(call: Callable[[], object], *, repeats: int = 7, iteration
     return statistics.median(seconds) * 1e6
 
 
-def device_work(events: Iterable[Any], device_type: object, calls: int) -> tuple[float, float]:
-    """``(microseconds, pieces of work)`` a call on the GPU, of profiler events of which ``calls`` calls were made."""
-    spans = [event.time_range.elapsed_us() for event in events if event.device_type == device_type]
+def device_work(events: Iterable[Any], calls: int) -> tuple[float, float]:
+    """``(microseconds, pieces of work)`` a call on the GPU, from the profiler's events of ``calls`` calls."""
+    spans = [event.time_range.elapsed_us() for event in events if event.device_type.name == "CUDA"]
     return sum(spans) / calls, len(spans) / calls
 
 
 def measure(call: Callable[[], object]) -> Cost:
     """Wall time without the profiler, the rest with it."""
     import torch
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     wall = wall_microseconds(call)
@@ -54,4 +53,4 @@ def measure(call: Callable[[], object]) -> Cost:
         for _ in range(PROFILED_CALLS):
             call()
         torch.cuda.synchronize()
-    return Cost(wall, *device_work(profiler.events() or (), DeviceType.CUDA, PROFILED_CALLS))
+    return Cost(wall, *device_work(profiler.events() or (), PROFILED_CALLS))
