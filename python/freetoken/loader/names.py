@@ -129,7 +129,7 @@ def keeps_float32(name: str, model: ModelConfig) -> bool:
 
 def is_zero_centred(name: str) -> bool:
     """Whether ``name`` is a norm weight that a model with ``zero_centred_norm`` stores less 1."""
-    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return (name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")) or ".ple.norm_" in name
 
 
 def is_ignorable(name: str, model: ModelConfig) -> bool:

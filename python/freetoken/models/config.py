@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freetoken.models.ple_config import PleConfig
 
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
@@ -53,6 +56,7 @@ class ModelConfig:
     everywhere. ``linear_attention`` is the geometry of the latter kind. ``rotary_dim`` is how much of a head is rotated
     (``None``: all). With ``attn_output_gate`` the query projection holds, for each head, a query and a gate on the head's
     output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
+    ``ple`` is the geometry of per-layer n-gram embeddings, for a model that has them.
     """
 
     architecture: str
@@ -77,6 +81,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     attn_output_gate: bool = False
     zero_centred_norm: bool = False
+    ple: PleConfig | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
