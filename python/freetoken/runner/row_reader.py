@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -124,7 +125,7 @@ class RowReader:
         within = (row_ids - self._firsts[shard]) * self.source.row_bytes
         pieces = min(THREADS, -(-count // ROWS_A_THREAD))
         bounds = [count * piece // max(pieces, 1) for piece in range(pieces + 1)]
-        work = [(slice(a, b), shard, within, out, failed) for a, b in zip(bounds, bounds[1:])]
+        work = [(slice(a, b), shard, within, out, failed) for a, b in itertools.pairwise(bounds)]
         if len(work) == 1:
             self._read_part(*work[0])
         else:
