@@ -122,11 +122,8 @@ def batch(pieces: Sequence[Piece], pool: StatePool) -> ForwardBatch:
 
 def content(config: PleConfig, text: int, positions: range, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The residual streams of text number ``text`` before its layers, ``[T, C]``: a function of the position."""
-    rows = [
-        torch.randn(config.channels, generator=torch.Generator().manual_seed(10_000 * text + position))
-        for position in positions
-    ]
-    return torch.stack(rows).to(dtype) if rows else torch.zeros(0, config.channels, dtype=dtype)
+    generator = torch.Generator().manual_seed(text)
+    return torch.randn(64, config.channels, generator=generator)[positions.start : positions.stop].to(dtype)
 
 
 def run(embeddings: PerLayerEmbeddings, pool: StatePool, pieces: Sequence[Piece], texts: Sequence[int]) -> list[Result]:
