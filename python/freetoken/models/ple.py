@@ -22,15 +22,12 @@ from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.ple_hash import PleHash, TokenIndexMemo
 from freetoken.kernels.small_gemm import SmallGemm
 from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted
-from freetoken.models.ple_config import PleConfig
+from freetoken.models.ple_config import BLOCK_TOKENS, PleConfig
 from freetoken.models.state import PLE_CONTEXT, PLE_HISTORY
 
 if TYPE_CHECKING:
     from freetoken.runner.forward_batch import ForwardBatch
     from freetoken.runner.state_pool import StatePool
-
-BLOCK_TOKENS = 1024
-"""Tokens gated and convolved at once: bounds the float32 copies of residual streams that a prompt needs."""
 
 
 class RowTable(Protocol):

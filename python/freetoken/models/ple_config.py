@@ -19,6 +19,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _LAYER_SEED_STEP = 10_007
 MAX_ROWS = 2**40
 MAX_NGRAM = 16
+BLOCK_TOKENS = 1024
+"""Tokens gated and convolved at once: bounds the float32 copies of residual streams that a prompt needs."""
 
 
 def splitmix64(value: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from freetoken.errors import StartupError
 from freetoken.loader.names import expected_tensors
 from freetoken.models.config import ModelConfig
+from freetoken.models.ple_config import BLOCK_TOKENS
 from freetoken.models.state import StateSpec
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
@@ -23,6 +24,8 @@ STATE_SHARE = 0.5
 TABLE_SHARE, HOST_SHARE = 0.5, 0.85
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
+# Float32 copies of the residual streams of a block of tokens that n-gram embeddings hold at once.
+PLE_BLOCK_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
         chunk = 2 * GDN_CHUNK * linear.num_value_heads
         widest = max(widest, linear.projected + linear.channels + 2 * linear.value_size + chunk)
     tokens = (4 * model.hidden_size + widest) * element * prefill_tokens
+    if model.ple is not None:
+        # Looked-up rows, keys and value, gated and normed streams and the rows of the convolution; float32 copies of a block.
+        ple = model.ple
+        wide = ple.embed_dim + ple.hidden_size + 4 * ple.channels
+        tokens += wide * element * prefill_tokens + PLE_BLOCK_COPIES * ple.channels * 4 * min(
+            BLOCK_TOKENS, prefill_tokens
+        )
     return tokens + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
 
 

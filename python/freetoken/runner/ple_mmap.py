@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,8 +121,3 @@ class MmapTable:
         stored = row_ids.view(tokens * self.heads, self.source.row_bytes)
         rows = gather_rows(stored, None, self.format, self.width, self.source.scale, self.dtype, target)
         return rows.view(tokens, self.heads * self.width) if out is None else out
-
-
-def stage_tables(tables: Sequence[MmapTable], step: StepIds, *, captured: bool) -> list[int]:
-    """:meth:`MmapTable.stage` of every table; the numbers of the requests that any of them failed."""
-    return sorted({request for table in tables for request in table.stage(step, captured=captured)})
