@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
+from freetoken.models.ple_config import PleConfig
 
 # GGUF types that can be decoded at load.
 DECODABLE_TYPES = frozenset(
@@ -91,6 +92,15 @@ def _linear_attention_tensors(hidden: int, linear: LinearAttentionConfig) -> dic
     }
 
 
+def _ple_tensors(ple: PleConfig) -> dict[str, tuple[int, ...]]:
+    """Of a layer with n-gram embeddings, all but the table and the constants of its hash."""
+    channels = ple.channels
+    projections = {"key_proj": (channels, ple.embed_dim), "value_proj": (ple.hidden_size, ple.embed_dim)}
+    shapes = _linears("ple", projections, biased=False)
+    shapes |= {f"ple.{norm}.weight": (channels,) for norm in ("norm_key", "norm_query", "norm_conv")}
+    return shapes | {"ple.conv1d.weight": (channels, 1, ple.conv_width)}
+
+
 def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part, shape in projections.items():
@@ -110,6 +120,8 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(model.num_layers):
         linear = model.linear_attention if model.layer_type(layer) == LINEAR_ATTENTION else None
         mixer = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
+        if model.ple is not None and layer in model.ple.layers:
+            mixer = mixer | _ple_tensors(model.ple)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in (mixer | common).items()}
     shapes["model.norm.weight"] = (hidden,)
     if not model.tie_word_embeddings:

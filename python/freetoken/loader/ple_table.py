@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,12 @@ _WHOLE, _SCALE = "ngram_embedding.weight", "ngram_embedding.weight_scale"
 _SCALES = (_SCALE, "ngram_embedding.weight_scale_inv")
 # What a checkpoint calls the types of a table: the name of its row format and the bytes of a block.
 _FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "f8_e4m3", "IQ4_NL": "iq4_nl"}
-_SCALE_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2")}
+_SCALE_TYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "F64": np.dtype("<f8"),
+    "BF16": np.dtype("<u2"),
+}
 _BUFFERS = {
     "layer_multipliers": "multipliers",
     "ngram_heads_vocab_sizes": "vocab_sizes",
@@ -170,7 +176,7 @@ def _check_constants(mine: Mapping[str, StoredTensor], config: PleConfig, ordina
     config.check_constants(ordinal, HashConstants(**values), prefix.rstrip("."))
 
 
-def _read(tensor: StoredTensor, dtype: np.dtype[np.generic]) -> np.ndarray:
+def _read(tensor: StoredTensor, dtype: np.dtype[Any]) -> np.ndarray:
     try:
         return np.fromfile(tensor.path, dtype=dtype, count=tensor.nbytes // dtype.itemsize, offset=tensor.offset)
     except OSError as error:
