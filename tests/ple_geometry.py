@@ -5,7 +5,7 @@ from __future__ import annotations
 from freetoken.models.ple_config import PleConfig
 
 PRODUCTION = PleConfig(
-    layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560, shards=128
+    layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560
 )
 SMALL = PleConfig(
     layers=(1,),

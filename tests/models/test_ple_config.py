@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from freetoken.errors import StartupError
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
-from freetoken.models.ple_config import HashConstants, splitmix64
+from freetoken.models.parse import _Reader
+from freetoken.models.ple_config import HashConstants, parse_ple, splitmix64
 from ple_geometry import PRODUCTION, SMALL
 
 ABOVE = (3, 23, 33, 47, 59, 63, 69, 77, 81, 93, 107, 147, 153, 159, 161, 171)
@@ -23,7 +24,7 @@ def test_production_constants() -> None:
     assert found.vocab_sizes == tuple(20_000_000 + step for step in ABOVE)
     assert found.offsets[:3] == (0, 20000003, 40000026) and found.offsets[-1] == 300001275
     assert found.used_rows == 320_001_446 and PRODUCTION.table_rows(0) == 320_001_536
-    assert PRODUCTION.table_rows(0) // PRODUCTION.shards == 2_500_012
+    assert PRODUCTION.table_rows(0) == 128 * 2_500_012
     assert (PRODUCTION.heads, PRODUCTION.row_width, PRODUCTION.channels, PRODUCTION.history) == (16, 160, 10_240, 9)
 
 
@@ -77,7 +78,6 @@ def test_head_sizes_are_the_next_primes(base: int, ordinal: int) -> None:
         ({"boundary_id": 512}, r"512 lies outside the vocabulary of 512"),
         ({"vocab_base": 1}, r"ngram_vocab_size_base must be at least 2"),
         ({"divisible_by": 0}, r"at least 1"),
-        ({"shards": 0}, r"at least 1"),
         ({"vocab_base": 2**50}, r"too many rows"),
     ],
 )
@@ -103,3 +103,48 @@ def test_stored_constants_are_held_against_the_derived(change: dict, match: str)
     SMALL.check_constants(0, right, "x.safetensors")
     with pytest.raises(StartupError, match=r"x\.safetensors.*" + match):
         SMALL.check_constants(0, HashConstants(**{**vars(right), **change}), "x.safetensors")
+
+
+PUBLISHED = {
+    "ple_layer_ids": [2],
+    "hc_count": 4,
+    "ple_embed_dim": 2560,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "seed": 1234,
+    "eos_token_id": [248_044, 248_046],
+}
+
+
+def parse(values: dict, vocab_size: int = 248_320) -> object:
+    return parse_ple(_Reader(values, "config.json"), layer_types=KINDS, hidden_size=2560, vocab_size=vocab_size)
+
+
+def test_a_published_configuration() -> None:
+    assert parse(PUBLISHED) == PRODUCTION
+    short = {key: PUBLISHED[key] for key in ("ple_layer_ids", "eos_token_id")}
+    assert parse(short) == PRODUCTION, "the rest are defaults"
+    assert parse({}) is None and parse({"ple_layer_ids": None}) is None
+    several = parse({**PUBLISHED, "ple_layer_ids": [2, 1, 2], "seed": 0})
+    assert several == replace(PRODUCTION, layers=(0, 1), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"ple_layer_ids": 2}, "ple_layer_ids must be a list"),
+        ({"ple_layer_ids": [True]}, "ple_layer_ids must be a list"),
+        ({"ple_layer_ids": [3]}, "layer 3 is full_attention; only linear_attention"),
+        ({"ple_layer_ids": [0]}, "0 is not one of the 3 layers"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"eos_token_id": None}, "eos_token_id is missing"),
+        ({"ple_embed_dim": 2561}, "2561 does not divide over 16"),
+        ({"ngram_size": "3"}, "ngram_size must be an integer"),
+    ],
+)
+def test_configurations_that_are_refused(change: dict, match: str) -> None:
+    with pytest.raises(StartupError, match=match):
+        parse({**PUBLISHED, **change})

@@ -12,9 +12,7 @@ from freetoken.kernels.dispatch import Choice
 from freetoken.models.ple_config import PleConfig
 
 MODEL = "Qwen3.8-Flash-Next"
-PUBLISHED = PleConfig(
-    layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560, shards=128
-)
+PUBLISHED = PleConfig(layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560)
 
 
 def hash_cases(device: str, sizes: Sizes) -> list[Case]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 from freetoken.errors import StartupError
 from freetoken.models.config import LINEAR_ATTENTION
@@ -67,7 +68,7 @@ class PleConfig:
     ``layers`` are the decoder layers that have one, from 0, rising. ``streams`` residual streams of ``hidden_size`` each
     (hyper-connections) take the same embedding. ``ngram_size`` n is the longest n-gram hashed; ``boundary_id`` is the id no
     n-gram reaches over. Each of the ``(n - 1) * heads_per_ngram`` heads looks up one row of ``row_width`` elements. The convolution
-    has ``conv_width`` taps, ``ngram_size`` tokens apart. The table of a layer comes in ``shards`` equal pieces.
+    has ``conv_width`` taps, ``ngram_size`` tokens apart.
     """
 
     layers: tuple[int, ...]
@@ -82,7 +83,6 @@ class PleConfig:
     vocab_base: int = 20_000_000
     divisible_by: int = 128
     seed: int = 1234
-    shards: int = 512
 
     @property
     def heads(self) -> int:
@@ -143,10 +143,10 @@ class PleConfig:
             raise StartupError(f"ple_conv_kernel_size must be at least 2, not {self.conv_width}")
         if not 0 <= self.boundary_id < self.vocab_size:
             raise StartupError(f"eos_token_id {self.boundary_id} lies outside the vocabulary of {self.vocab_size}")
-        if self.vocab_base < 2 or self.divisible_by < 1 or self.shards < 1:
+        if self.vocab_base < 2 or self.divisible_by < 1:
             raise StartupError(
-                "ngram_vocab_size_base must be at least 2, its divisor and split_ngram_parts at least 1, not "
-                f"{self.vocab_base}, {self.divisible_by} and {self.shards}"
+                "ngram_vocab_size_base must be at least 2 and make_ngram_vocab_size_divisible_by at least 1, not "
+                f"{self.vocab_base} and {self.divisible_by}"
             )
         if self.vocab_base * self.heads * max(1, len(self.layers)) > MAX_ROWS:
             raise StartupError(f"ngram_vocab_size_base {self.vocab_base} for {self.heads} heads asks for too many rows")
@@ -164,3 +164,52 @@ class PleConfig:
             raise StartupError(
                 f"{where}: stored {name}[{first}] is {found[first]}, but the config's seed and sizes give {expected[first]}"
             )
+
+
+class ConfigReader(Protocol):
+    """Typed reads from a configuration dictionary, as :mod:`freetoken.models.parse` makes them."""
+
+    values: Mapping[str, Any]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them."""
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        """Raise :class:`StartupError` that names the key."""
+
+
+def parse_ple(r: ConfigReader, *, layer_types: Sequence[str], hidden_size: int, vocab_size: int) -> PleConfig | None:
+    """The n-gram embeddings that the keys of a ``qwen4_exp`` configuration ask for, checked; ``None`` for none.
+
+    ``ple_layer_ids`` count from 1. Defaults are those of transformers. The boundary is the first end-of-sequence id.
+    """
+    listed = r.values.get("ple_layer_ids") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        r.fail("ple_layer_ids", "must be a list of layer numbers")
+    if not listed:
+        return None
+    seed = r.values.get("seed", 1234)
+    if type(seed) is not int or seed < 0:
+        r.fail("seed", f"must be a whole number of at least 0, not {seed!r}")
+    boundary = r.ids("eos_token_id")
+    if not boundary:
+        r.fail("eos_token_id", "is missing, and n-grams must not reach over it")
+    config = PleConfig(
+        layers=tuple(sorted({layer - 1 for layer in listed})),
+        streams=r.integer("hc_count", 4),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        boundary_id=boundary[0],
+        embed_dim=r.integer("ple_embed_dim", hidden_size),
+        ngram_size=r.integer("ngram_size", 3),
+        heads_per_ngram=r.integer("heads_per_ngram", 8),
+        conv_width=r.integer("ple_conv_kernel_size", 4),
+        vocab_base=r.integer("ngram_vocab_size_base", 20_000_000),
+        divisible_by=r.integer("make_ngram_vocab_size_divisible_by", 128),
+        seed=seed,
+    )
+    config.check(layer_types)
+    return config
