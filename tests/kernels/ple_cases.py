@@ -19,7 +19,26 @@ def _hash(n: int, heads_per_ngram: int, *, decode: bool) -> KernelCase:
 
 
 DECODE = _hash(3, 8, decode=True)
+GATHER = "freetoken.kernels.ple_gather.triton:gather_rows_kernel"
+
+
+def _gather(kind: int, stored: str, width: int, row_bytes: int, *, direct: bool = False) -> KernelCase:
+    types = {"ids_ptr": "*i64", "table_ptr": stored, "codebook_ptr": "*fp32", "out_ptr": "*bf16"}
+    values = {"WIDTH": width, "ROW_BYTES": row_bytes, "BLOCK": 256, "FORMAT": kind, "Q_BLOCK": 32, "Q_BYTES": 18}
+    return KernelCase(
+        f"ple gather {stored} format {kind} direct {direct}",
+        GATHER,
+        {**types, "rows": "i32", "scale": "fp32"},
+        {**values, "DIRECT": direct},
+        {"num_warps": 1},
+    )
+
+
 CASES = [
+    _gather(0, "*bf16", 160, 320),
+    _gather(1, "*u8", 160, 160),
+    _gather(1, "*u8", 160, 160, direct=True),
+    _gather(2, "*u8", 160, 90),
     DECODE,
     _hash(3, 8, decode=False),
     _hash(5, 7, decode=False),

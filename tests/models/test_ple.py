@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from ple_rig import EPS, TINY, Piece, content, make_embeddings, run, state_specs
+from ple_rig import EPS, TINY, Piece, batch, content, make_embeddings, run, state_specs
 
 from freetoken.errors import StartupError
 from freetoken.models.config import LINEAR_ATTENTION, ModelConfig
@@ -215,7 +215,6 @@ def _alone(ours: PerLayerEmbeddings, index: int, config: PleConfig) -> PerLayerE
 
 
 def _one_piece(ids: list[int], pool: StatePool) -> Any:
-    from ple_rig import batch
 
     return batch([Piece(0, ids, 0)], pool)
 
@@ -334,6 +333,45 @@ def test_a_step_touches_no_other_slot() -> None:
         now = pool.layer(name, 0)
         same = torch.equal(now[[0, 2]].nan_to_num(9), kept[[0, 2]].nan_to_num(9))
         assert same, name
+
+
+@pytest.mark.gpu
+def test_decodes_in_a_cuda_graph_are_those_of_eager_steps() -> None:
+    """Hash, rows, gates, convolution and both states, over replays with fresh ids, rows and positions."""
+    config = replace(SMALL, layers=(0, 2))
+    embeddings = make_embeddings(config, device="cuda")
+    pools = [StatePool(state_specs(config), rows=ROWS, blocks=0, dtype=torch.float32, device="cuda") for _ in range(2)]
+    static = batch([Piece(slot, [3], 1, True) for slot in (0, 1, ROWS, ROWS)], pools[0])
+    static.captured = True
+    content_rows = torch.randn(4, config.channels, device="cuda")
+
+    def step(fb: Any, pool: StatePool, residual: torch.Tensor) -> torch.Tensor:
+        begun = embeddings.begin(fb, pool)
+        for layer in config.layers:
+            residual = embeddings.forward(layer, residual, begun)
+        return residual
+
+    with torch.inference_mode():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step(static, pools[0], content_rows.clone())
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(static, pools[0], content_rows.clone())
+        for pool in pools:
+            spoil(pool, config, range(ROWS + 1))
+        for position in range(30):
+            fresh = batch([Piece(slot, [(5 * position + slot) % 11], position, True) for slot in (2, 0, 3)], pools[1])
+            for name in ("input_ids", "positions", "rows"):
+                getattr(static, name)[:3] = getattr(fresh, name)
+            static.rows[3], static.positions[3] = ROWS, 0
+            graph.replay()
+            eager = step(fresh, pools[1], content_rows[:3].clone())
+            torch.testing.assert_close(captured[:3], eager, rtol=1e-4, atol=1e-5)
+            for name in ("ple_context", "ple_history"):
+                ours, theirs = (pool.layer(name, 0)[[0, 2, 3]] for pool in pools)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_states_are_declared_with_their_size() -> None:

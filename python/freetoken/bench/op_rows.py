@@ -417,6 +417,12 @@ def ple_hash(device: str, sizes: Sizes) -> list[Case]:
     return hash_cases(device, sizes)
 
 
+def ple_gather(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import gather_cases
+
+    return gather_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -430,4 +436,5 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
     "ple_hash": ple_hash,
+    "ple_gather": ple_gather,
 }

@@ -34,6 +34,7 @@ NAMES = (
     "gdn_prefill",
     "gdn_norm",
     "ple_hash",
+    "ple_gather",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,40 @@ from freetoken.models.ple_config import PleConfig
 
 MODEL = "Qwen3.8-Flash-Next"
 PUBLISHED = PleConfig(layers=(1,), streams=4, hidden_size=2560, vocab_size=248_320, boundary_id=248_044, embed_dim=2560)
+
+
+GATHER_ROWS = 2**22
+"""Rows of the table that is read: 0.67 GB in fp8, more than any cache."""
+
+
+def gather_cases(device: str, sizes: Sizes) -> list[Case]:
+    """The rows of random ids from an fp8 table in GPU memory, then in page-locked host memory (``pinned`` 1)."""
+    from freetoken.kernels.ple_gather import gather_rows, reference
+    from freetoken.runner.ple_table import random_table
+
+    where, width = torch.device(device), PUBLISHED.row_width
+    rows = GATHER_ROWS if device == "cuda" else 1000
+    tables = {
+        kind: random_table("f8_e4m3", kind, rows, width, dtype=sizes.dtype, device=where, seed=1)
+        for kind in ("gpu", "pinned")
+    }
+    cases = []
+    for kind, tokens in itertools.product(tables, (*sizes.ple_batches, *sizes.ple_prompts)):
+        table, resident = tables[kind], tables["gpu"]
+        ids = torch.randint(0, rows, (tokens * PUBLISHED.heads,), device=device)
+        out = torch.empty((len(ids), width), dtype=sizes.dtype, device=device)
+        fused = functools.partial(gather_rows, table.stored, ids, table.format, width, table.scale, sizes.dtype, out)
+        plain = functools.partial(
+            reference.gather_rows, resident.stored, ids, table.format, width, table.scale, sizes.dtype
+        )
+        moved = float(len(ids) * (8 + width + out.element_size() * width))
+        shape = {"tokens": tokens, "pinned": int(kind == "pinned")}
+        cases.append(Case(shape, _tuple(fused), _tuple(plain), moved, exact=True, model=MODEL))
+    return cases
+
+
+def _tuple(call: Callable[[], torch.Tensor]) -> Callable[[], Tensors]:
+    return lambda: (call(),)
 
 
 def hash_cases(device: str, sizes: Sizes) -> list[Case]:

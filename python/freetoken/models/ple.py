@@ -173,7 +173,7 @@ class PerLayerEmbeddings:
         context = states.layer(PLE_CONTEXT, 0)[fb.rows].long()
         begins = torch.cat([fb.positions[:decodes], fb.starts.long()])
         # A slot holds what its last request left there.
-        context = torch.where((begins == 0)[:, None], self.config.boundary_id, context)
+        context.masked_fill_((begins == 0)[:, None], self.config.boundary_id)
         request = local = None
         if fb.num_prefills:
             where = self.memo.get(fb.q_lens_host[first:], fb.rows.device)
@@ -239,7 +239,8 @@ class PerLayerEmbeddings:
         for back in range(1, c.conv_width):
             distance = back * c.dilation
             past = history[slots, (positions - distance) % c.history].float()
-            total += torch.where((positions >= distance)[:, None], layer.conv[-1 - back].float() * past, 0.0)
+            past.masked_fill_((positions < distance)[:, None], 0.0)
+            total.addcmul_(layer.conv[-1 - back].float(), past)
         history[slots, positions % c.history] = x
         return torch.nn.functional.silu(total)
 

@@ -11,10 +11,16 @@ from freetoken.errors import StartupError
 from freetoken.runner.memory import gib
 
 
-def allocate(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, what: str, advice: str) -> torch.Tensor:
+MAPPED = 2
+"""Flag of ``cudaHostRegister``: the GPU can address the memory itself."""
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, what: str, advice: str, flags: int = 0
+) -> torch.Tensor:
     """An uninitialised host tensor; :class:`StartupError` says for ``what`` there is no memory, and gives ``advice``.
 
-    Page-locked by registration where ``pinned``, as torch's own pinned memory is rounded up to a power of two bytes: give the locks
+    Page-locked by registration (with its ``flags``) where ``pinned``, as torch's own pinned memory is rounded up to a power of two bytes: give the locks
     up with :func:`release` before the tensor goes.
     """
     nbytes = math.prod(shape) * dtype.itemsize
@@ -23,7 +29,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, what: st
     except RuntimeError:
         raise StartupError(f"the host has no {gib(nbytes)} for {what}; {advice}") from None
     if pinned and nbytes:
-        code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, flags))
         if code:
             raise StartupError(f"the host cannot page-lock {gib(nbytes)} for {what} (CUDA error {code}); {advice}")
     return host

@@ -155,7 +155,12 @@ def _empty(
             triton.prepare(layout, device)
         return ResidentTable(stored, layout, width, scale, dtype)
     stored = host_memory.allocate(
-        shape, torch.uint8, pinned=device.type == "cuda", what="an n-gram table", advice="use --ple-table mmap"
+        shape,
+        torch.uint8,
+        pinned=device.type == "cuda",
+        what="an n-gram table",
+        advice="use --ple-table mmap",
+        flags=host_memory.MAPPED,
     )
     return PinnedTable(stored, layout, width, scale, dtype, device)
 
