@@ -34,7 +34,42 @@ def _gather(kind: int, stored: str, width: int, row_bytes: int, *, direct: bool 
     )
 
 
+MIX = "freetoken.kernels.ple_mix.triton"
+
+
+def _gate(element: str, streams: int, hidden: int, warps: int) -> KernelCase:
+    names = ("projected_ptr", "residual_ptr", "gated_ptr", "normed_ptr")
+    norms = ("key_norm_ptr", "query_norm_ptr", "conv_norm_ptr")
+    types = {**dict.fromkeys(names, f"*{element}"), **dict.fromkeys(norms, "*fp32")}
+    return KernelCase(
+        f"ple gate {element} {streams} x {hidden}",
+        f"{MIX}:gate_kernel",
+        {**types, "projected_stride": "i32", "eps": "fp32"},
+        {"STREAMS": streams, "HIDDEN": hidden, "BLOCK": 1 << (hidden - 1).bit_length()},
+        {"num_warps": warps},
+        divisible=("projected_stride",),
+    )
+
+
+def _conv(element: str) -> KernelCase:
+    names = ("residual_ptr", "gated_ptr", "normed_ptr", "weight_ptr", "history_ptr")
+    types = {**dict.fromkeys(names, f"*{element}"), **dict.fromkeys(("slots_ptr", "positions_ptr"), "*i64")}
+    return KernelCase(
+        f"ple conv decode {element}",
+        f"{MIX}:conv_decode_kernel",
+        {**types, "slot_stride": "i32"},
+        {"C": 10240, "K": 4, "DILATION": 3, "BLOCK_": 512},
+        {"num_warps": 2},
+        divisible=("slot_stride",),
+    )
+
+
 CASES = [
+    _gate("bf16", 4, 2560, 8),
+    _gate("fp32", 4, 2560, 8),
+    _gate("bf16", 2, 128, 1),
+    _conv("bf16"),
+    _conv("fp32"),
     _gather(0, "*bf16", 160, 320),
     _gather(1, "*u8", 160, 160),
     _gather(1, "*u8", 160, 160, direct=True),

@@ -447,11 +447,11 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_the_kernel_compiles_without_spills() -> None:
+def test_the_kernels_compile_without_spills() -> None:
     compiled = compile_cases("ple_cases", architectures=(80, 86, 89, 90, 120))
     assert {result.arch for result in compiled} == {80, 86, 89, 90, 120}
     assert [result for result in compiled if result.spill_bytes > 0] == []
-    assert max(result.registers for result in compiled) <= 64
+    assert max(result.registers for result in compiled) <= 128
 
 
 def test_the_host_reads_a_bounded_tail_of_a_request() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ple_rig import EPS, TINY, Piece, batch, content, make_embeddings, run, state_specs
 
 from freetoken.errors import StartupError
+from freetoken.kernels.ple_mix.reference import grouped_norm
 from freetoken.models.config import LINEAR_ATTENTION, ModelConfig
 from freetoken.models.layers import load
-from freetoken.models.ple import PerLayerEmbeddings, PleLayer, grouped_norm
+from freetoken.models.ple import PerLayerEmbeddings, PleLayer
 from freetoken.models.ple_config import PleConfig
 from freetoken.models.state import ple_states
 from freetoken.runner.memory import state_slot_bytes
@@ -96,11 +97,12 @@ def test_a_text_against_scalar_python() -> None:
 def test_the_gate_at_the_published_points(u: float, expected: float) -> None:
     """One stream of one channel: its norms give a sign each, so the product is that of the weights."""
     config = replace(TINY, layers=(0,), streams=1, hidden_size=1, embed_dim=4)
-    layer = make_embeddings(config).layers[0]
+    embeddings = make_embeddings(config)
+    layer = embeddings.layers[0]
     layer.projection.weight.fill_(0.25)
     layer.norm_key.fill_(u)
     layer.norm_query.fill_(1.0)
-    gated, _ = layer.gate(torch.ones(1, 4), torch.full((1, 1), 3.0))
+    gated, _ = layer.gate(embeddings.mix, torch.ones(1, 4), torch.full((1, 1), 3.0))
     assert gated.item() == pytest.approx(expected, abs=5e-5)
 
 
@@ -110,7 +112,7 @@ def test_the_convolution_at_the_published_values() -> None:
     embeddings, pool = make_embeddings(config), make_pool(config)
     layer, history = embeddings.layers[0], pool.layer("ple_history", 0)
     layer.conv[:, 0] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    layer.gate = lambda e, r: (torch.zeros_like(r), x[: len(r)])  # type: ignore[method-assign]
+    layer.gate = lambda m, e, r: (torch.zeros_like(r), x[: len(r)])  # type: ignore[method-assign]
     for start, pieces in ((9, [[10.0, 11.0]]), (18, [[10.0], [11.0]]), (9, [[10.0], [11.0]])):
         for entry in range(9):
             history[2, (start - 9 + entry) % 9] = entry + 1.0
@@ -306,7 +308,7 @@ def check_state(pool: StatePool, slot: int, ids: list[int], embeddings: PerLayer
     residual = content(config, 0, range(len(ids)))
     for index, layer in enumerate(embeddings.layers.values()):
         rows = embeddings.tables[index].lookup(expected.rows[index][: len(ids)])
-        _, normed = layer.gate(rows, residual)
+        _, normed = layer.gate(embeddings.mix, rows, residual)
         residual = expected.outputs[index][: len(ids)]
         ring = pool.layer("ple_history", index)[slot]
         for position in range(max(0, len(ids) - config.history), len(ids)):

@@ -423,6 +423,12 @@ def ple_gather(device: str, sizes: Sizes) -> list[Case]:
     return gather_cases(device, sizes)
 
 
+def ple_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import mix_cases
+
+    return mix_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -437,4 +443,5 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "gdn_norm": gdn_norm,
     "ple_hash": ple_hash,
     "ple_gather": ple_gather,
+    "ple_mix": ple_mix,
 }

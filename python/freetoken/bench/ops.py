@@ -35,6 +35,7 @@ NAMES = (
     "gdn_norm",
     "ple_hash",
     "ple_gather",
+    "ple_mix",
 )
 
 

@@ -47,6 +47,42 @@ def gather_cases(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def mix_cases(device: str, sizes: Sizes) -> list[Case]:
+    """Gates of decodes and prompts, then (``conv`` 1) the convolution of decodes deep in their texts."""
+    from freetoken.kernels.ple_mix import PleMix
+
+    ops = [PleMix(Choice("ple_mix", "", impl, "benchmark")) for impl in ("triton", "reference")]
+    c = PUBLISHED
+    key, query, conv = (torch.rand(c.streams, c.hidden_size, device=device) + 0.5 for _ in range(3))
+    weight = torch.randn(c.conv_width, c.channels, device=device).to(sizes.dtype)
+    cases = []
+    for tokens in (*sizes.ple_batches, *sizes.ple_prompts[:2]):
+        projected = torch.randn(tokens, c.channels + c.hidden_size, device=device).to(sizes.dtype)
+        residual = torch.randn(tokens, c.channels, device=device).to(sizes.dtype)
+        fused, plain = (functools.partial(op.gate, projected, residual, key, query, conv, 1e-6) for op in ops)
+        moved = (projected.numel() + 3.0 * residual.numel()) * residual.element_size()
+        cases.append(Case({"tokens": tokens, "conv": 0}, fused, plain, moved, model=MODEL))
+    for tokens in sizes.ple_batches:
+        gated, normed = (torch.randn(tokens, c.channels, device=device).to(sizes.dtype) for _ in range(2))
+        ring = torch.randn(tokens, c.history, c.channels, device=device).to(sizes.dtype)
+        slots, positions = torch.arange(tokens, device=device), torch.arange(tokens, device=device) + sizes.depth
+
+        def call(
+            op: Any, rows: Any = (gated, normed, weight), ring: Any = ring, where: Any = (slots, positions)
+        ) -> Callable[[], Tensors]:
+            residual, history = torch.zeros_like(rows[0]), ring.clone()
+
+            def run() -> Tensors:
+                op.decode(residual, *rows, history, *where, c.dilation)
+                return residual, history
+
+            return run
+
+        moved = (8.0 * gated.numel() + weight.numel()) * gated.element_size()
+        cases.append(Case({"tokens": tokens, "conv": 1}, call(ops[0]), call(ops[1]), moved, model=MODEL))
+    return cases
+
+
 def _tuple(call: Callable[[], torch.Tensor]) -> Callable[[], Tensors]:
     return lambda: (call(),)
 

@@ -55,6 +55,7 @@ OPS: tuple[Op, ...] = (
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
     Op("ple_hash", "FREETOKEN_PLE_FUSED_HASH"),
+    Op("ple_mix", "FREETOKEN_PLE_FUSED_MIX"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

@@ -10,7 +10,6 @@ layer that has one. State of the requests is read at the beginning and written b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +19,7 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.ple_hash import PleHash, TokenIndexMemo
+from freetoken.kernels.ple_mix import PleMix
 from freetoken.kernels.small_gemm import SmallGemm
 from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted
 from freetoken.models.ple_config import BLOCK_TOKENS, PleConfig
@@ -66,12 +66,6 @@ class PleStep:
     rows: list[torch.Tensor]
 
 
-def grouped_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x [T, S, H]`` in float32, each of the S groups over its root mean square, times ``weight [S, H]`` (float32, whole)."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
-
-
 class PleLayer:
     """The weights of one layer, and its arithmetic on tokens; ``index`` counts the layers that have one."""
 
@@ -104,27 +98,10 @@ class PleLayer:
         for norm in (self.norm_key, self.norm_query, self.norm_conv):
             norm.fill_(1.0)
 
-    def gate(self, embeddings: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(U, x)``, both ``[T, C]``: the gated values, and what of them the convolution takes.
-
-        ``embeddings [T, embed_dim]`` are the looked-up rows, ``residual [T, C]`` the streams before the layer. With u the scaled
-        product of a stream's normed key and normed content, its gate is ``sigmoid(sign(u) sqrt(max(|u|, 1e-6)))``.
-        """
-        c = self.config
-        projected = self.projection(embeddings)
-        gated, normed = torch.empty_like(residual), torch.empty_like(residual)
-        for start in range(0, residual.shape[0], BLOCK_TOKENS):
-            part = slice(start, start + BLOCK_TOKENS)
-            key = projected[part, : c.channels].unflatten(1, (c.streams, c.hidden_size))
-            value = projected[part, None, c.channels :].float()
-            query = residual[part].unflatten(1, (c.streams, c.hidden_size))
-            products = grouped_norm(key, self.norm_key, self.eps) * grouped_norm(query, self.norm_query, self.eps)
-            u = products.sum(-1, keepdim=True) / math.sqrt(c.hidden_size)
-            opening = torch.sigmoid(u.sign() * u.abs().clamp_min(1e-6).sqrt())
-            gated[part] = (opening * value).flatten(1)
-            streams = gated[part].unflatten(1, (c.streams, c.hidden_size))
-            normed[part] = grouped_norm(streams, self.norm_conv, self.eps).flatten(1)
-        return gated, normed
+    def gate(self, mix: PleMix, embeddings: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(U, x)``, both ``[T, C]``, of the looked-up rows ``embeddings [T, embed_dim]`` and the streams before the layer."""
+        norms = (self.norm_key, self.norm_query, self.norm_conv)
+        return mix.gate(self.projection(embeddings), residual, *norms, self.eps)
 
     def taps(self, rows: torch.Tensor, index: list[torch.Tensor]) -> torch.Tensor:
         """SiLU of the convolution, ``[N, C]`` float32; ``index[k] [N]`` says which of ``rows`` tap k takes, oldest first."""
@@ -143,6 +120,8 @@ class PerLayerEmbeddings:
     def __init__(self, config: PleConfig, gemm: SmallGemm, place: Placement, *, eps: float) -> None:
         self.config = config
         self.hash = PleHash(choose_op("ple_hash", place.device.type))
+        self.mix = PleMix(choose_op("ple_mix", place.device.type))
+        self.choices = [self.hash.choice, self.mix.choice]
         self.memo = TokenIndexMemo()
         self.layers = {
             layer: PleLayer(config, gemm, place, f"model.layers.{layer}.ple", index, eps)
@@ -217,32 +196,18 @@ class PerLayerEmbeddings:
         """
         this = self.layers[layer]
         embeddings = self.tables[this.index].lookup(step.rows[this.index])
-        gated, normed = this.gate(embeddings, residual)
+        gated, normed = this.gate(self.mix, embeddings, residual)
         history = step.states.layer(PLE_HISTORY, this.index)
-        decodes = step.fb.num_decodes
+        fb, decodes = step.fb, step.fb.num_decodes
         if decodes:
-            mixed = self._convolve_decodes(this, normed[:decodes], history, step.fb)
-            residual[:decodes] += (gated[:decodes] + mixed).to(residual.dtype)
-        if step.fb.num_prefills:
+            rows = (part[:decodes] for part in (residual, gated, normed))
+            where = (fb.rows[:decodes], fb.positions[:decodes])
+            self.mix.decode(*rows, this.conv, history, *where, self.config.dilation)
+        if fb.num_prefills:
             self._convolve_pieces(this, normed[decodes:], gated[decodes:], residual[decodes:], history, step)
         if this.index == len(self.layers) - 1:
             self._commit(step)
         return residual
-
-    def _convolve_decodes(
-        self, layer: PleLayer, x: torch.Tensor, history: torch.Tensor, fb: ForwardBatch
-    ) -> torch.Tensor:
-        """``[decodes, C]`` float32; the row of each token goes into its ring."""
-        c = self.config
-        slots, positions = fb.rows[: x.shape[0]], fb.positions[: x.shape[0]]
-        total = layer.conv[-1].float() * x.float()
-        for back in range(1, c.conv_width):
-            distance = back * c.dilation
-            past = history[slots, (positions - distance) % c.history].float()
-            past.masked_fill_((positions < distance)[:, None], 0.0)
-            total.addcmul_(layer.conv[-1 - back].float(), past)
-        history[slots, positions % c.history] = x
-        return torch.nn.functional.silu(total)
 
     def _convolve_pieces(
         self,

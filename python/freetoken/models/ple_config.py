@@ -21,7 +21,7 @@ _LAYER_SEED_STEP = 10_007
 MAX_ROWS = 2**40
 MAX_NGRAM = 16
 BLOCK_TOKENS = 1024
-"""Tokens gated and convolved at once: bounds the float32 copies of residual streams that a prompt needs."""
+"""Tokens convolved at once in a prompt: bounds the float32 copies of residual streams that are held."""
 
 
 def splitmix64(value: int) -> int:

@@ -10,7 +10,6 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.runner.memory import gib
 
-
 MAPPED = 2
 """Flag of ``cudaHostRegister``: the GPU can address the memory itself."""
 
