@@ -55,6 +55,13 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_MOE_FUSED_ROUTE", "kernel", "1", f"Choice of experts and grouping of routes: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_MOE_FUSED_GEMM", "kernel", "1", f"Products of mixture-of-experts layers: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FP8_FUSED_GEMM", "kernel", "1", f"Dense products with FP8 weights: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_PLE_FUSED_HASH", "kernel", "1", f"Row ids of hashed n-grams (PLE): {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PLE_FUSED_MIX",
+        "kernel",
+        "1",
+        f"Gates of n-gram embeddings (PLE) and their convolution in decode steps: {_KERNEL_HELP}.",
+    ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."

@@ -20,6 +20,7 @@ from freetoken.models.config import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+PLE_TABLES = ("auto", "gpu", "pinned", "mmap")
 
 
 def _flag(
@@ -115,6 +116,14 @@ class ServerArgs:
         kind=int,
     )
 
+    ple_table: str = _flag(
+        "auto",
+        "memory",
+        "Where the tables of n-gram embeddings are held: GPU memory, page-locked host memory that the GPU reads, or mapped files "
+        "whose rows the host fetches; auto: the first of these that has room.",
+        choices=PLE_TABLES,
+    )
+
     max_running_requests: int | None = _flag(
         None, "scheduling", "Requests decoded at once; default 256 on CUDA, 32 on the CPU.", kind=int
     )
@@ -173,7 +182,7 @@ class ServerArgs:
 class Config:
     """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
 
-    ``max_total_tokens`` stays ``None`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
+    ``max_total_tokens`` stays ``None`` and ``ple_table`` may stay ``auto`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
     eagerly. ``model_overrides`` is what ``--json-model-override-args`` holds, already laid over ``model``.
     ``sample_vocab`` is the number of ids that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
     that says why.
@@ -204,6 +213,7 @@ class Config:
     page_size: int
     state_cache_bytes: int
     state_checkpoint_interval: int
+    ple_table: str
     max_running_requests: int
     max_queued_requests: int
     max_queued_tokens: int
@@ -424,6 +434,7 @@ def resolve(
             )
         ),
         state_checkpoint_interval=max(1, args.state_checkpoint_interval // args.page_size) * args.page_size,
+        ple_table=args.ple_table,
         max_running_requests=running,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=r.pick(

@@ -25,7 +25,7 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes.
+    geometry of the full sizes. With ``uncaptured`` both are also timed outside a graph, and their launches counted.
     """
 
     shape: dict[str, int]
@@ -35,13 +35,15 @@ class Case:
     flops: float = 0.0
     exact: bool = False
     model: str = "Qwen3-8B"
+    uncaptured: bool = False
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode; ``moe_*`` the experts and the token counts they see."""
+    and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
+    n-grams are hashed."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -63,6 +65,8 @@ class Sizes:
     moe_hidden: int = 2560
     moe_width: int = 640
     moe_tokens: tuple[int, ...] = (1, 8, 64, 2048)
+    ple_batches: tuple[int, ...] = (1, 4, 8)
+    ple_prompts: tuple[int, ...] = (512, 2048, 16384)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -87,6 +91,8 @@ SMALL = Sizes(
     moe_hidden=20,
     moe_width=16,
     moe_tokens=(1, 3),
+    ple_batches=(1, 3),
+    ple_prompts=(5, 40),
     dtype=torch.float32,
 )
 
@@ -428,6 +434,24 @@ def _moe(name: str) -> Callable[[str, Sizes], list[Case]]:
     return rows
 
 
+def ple_hash(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import hash_cases
+
+    return hash_cases(device, sizes)
+
+
+def ple_gather(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import gather_cases
+
+    return gather_cases(device, sizes)
+
+
+def ple_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import mix_cases
+
+    return mix_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -443,4 +467,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "moe_route": _moe("moe_route"),
     "moe_gemm": _moe("moe_gemm"),
     "fp8_gemm": _moe("fp8_gemm"),
+    "ple_hash": ple_hash,
+    "ple_gather": ple_gather,
+    "ple_mix": ple_mix,
 }

@@ -57,6 +57,8 @@ OPS: tuple[Op, ...] = (
     Op("moe_route", "FREETOKEN_MOE_FUSED_ROUTE"),
     Op("moe_gemm", "FREETOKEN_MOE_FUSED_GEMM"),
     Op("fp8_gemm", "FREETOKEN_FP8_FUSED_GEMM"),
+    Op("ple_hash", "FREETOKEN_PLE_FUSED_HASH"),
+    Op("ple_mix", "FREETOKEN_PLE_FUSED_MIX"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

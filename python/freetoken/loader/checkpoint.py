@@ -24,6 +24,7 @@ from freetoken.loader.names import (
     set_aside,
     stored_name,
 )
+from freetoken.loader.ple_table import GGUF_TABLE, TableSource, belongs_to_table, find_gguf_table, find_tables
 from freetoken.loader.safetensors import FLOAT_DTYPES, FP8_DTYPE, StoredTensor, index_folder, read_json
 from freetoken.models.config import ModelConfig
 from freetoken.models.parse import flatten_text_config, parse_hf_config
@@ -49,7 +50,8 @@ class Checkpoint:
     (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
     the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
     tower, multi-token prediction) by the name of the part; they are not read. ``scales`` are block scales by canonical name that are needed only to
-    dequantise tensors that the model does not hold in FP8.
+    dequantise tensors that the model does not hold in FP8. ``tables`` says where the n-gram tables lie, one for each layer that has one;
+    ``None`` for a model without or the load format ``dummy``.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class Checkpoint:
     gguf_names: dict[str, str]
     aside: dict[str, list[StoredTensor]] = field(default_factory=dict)
     scales: dict[str, StoredTensor] = field(default_factory=dict)
+    tables: list[TableSource] | None = None
 
     def tokenizer(self) -> TokenizerFiles:
         """Where the tokenizer is."""
@@ -131,6 +134,10 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     name = folder.resolve().name
     model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
     found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
+    tables = None
+    if weights and model.ple is not None:
+        tables = find_tables(found, model.ple)
+        found = {name: tensor for name, tensor in found.items() if not belongs_to_table(name)}
     stored, scales = _select_stored(folder, found, model) if weights else ({}, {})
     return Checkpoint(
         kind="safetensors",
@@ -144,6 +151,7 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
         gguf_names={},
         aside=aside,
         scales=scales,
+        tables=tables,
     )
 
 
@@ -238,6 +246,7 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
         gguf=file,
         stored={},
         gguf_names=names,
+        tables=[find_gguf_table(file, model.ple)] if weights and model.ple is not None else None,
     )
 
 
@@ -246,7 +255,7 @@ def _select_gguf(file: GGUFFile, model: ModelConfig) -> dict[str, str]:
     expected = expected_tensors(model)
     names: dict[str, str] = {}
     for source, tensor in file.tensors.items():
-        if source == ROPE_FACTORS:
+        if source == ROPE_FACTORS or (source == GGUF_TABLE and model.ple is not None):
             continue
         name = canonical_name(source)
         if name is None or name not in expected:

@@ -6,6 +6,7 @@ import math
 import re
 
 from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig, MoeConfig
+from freetoken.models.ple_config import PleConfig
 
 # GGUF types that can be decoded at load.
 DECODABLE_TYPES = frozenset(
@@ -90,6 +91,15 @@ def _linear_attention_tensors(hidden: int, linear: LinearAttentionConfig) -> dic
         "linear_attn.dt_bias": (heads,),
         "linear_attn.norm.weight": (linear.value_head_dim,),
     }
+
+
+def _ple_tensors(ple: PleConfig) -> dict[str, tuple[int, ...]]:
+    """Of a layer with n-gram embeddings, all but the table and the constants of its hash."""
+    channels = ple.channels
+    projections = {"key_proj": (channels, ple.embed_dim), "value_proj": (ple.hidden_size, ple.embed_dim)}
+    shapes = _linears("ple", projections, biased=False)
+    shapes |= {f"ple.{norm}.weight": (channels,) for norm in ("norm_key", "norm_query", "norm_conv")}
+    return shapes | {"ple.conv1d.weight": (channels, 1, ple.conv_width)}
 
 
 def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool) -> dict[str, tuple[int, ...]]:
@@ -178,6 +188,8 @@ def expected_tensors(model: ModelConfig, *, stacked: bool = False) -> dict[str, 
     for layer in range(model.num_layers):
         linear = model.linear_attention if model.layer_type(layer) == LINEAR_ATTENTION else None
         mine = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
+        if model.ple is not None and layer in model.ple.layers:
+            mine |= _ple_tensors(model.ple)
         if model.moe is not None and model.is_sparse(layer):
             mine |= _expert_tensors(hidden, model.moe, stacked)
         else:
@@ -220,7 +232,7 @@ def keeps_float32(name: str, model: ModelConfig) -> bool:
 
 def is_zero_centred(name: str) -> bool:
     """Whether ``name`` is a norm weight that a model with ``zero_centred_norm`` stores less 1."""
-    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return (name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")) or ".ple.norm_" in name
 
 
 def is_ignorable(name: str, model: ModelConfig) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freetoken.models.ple_config import PleConfig
 
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
@@ -106,7 +109,7 @@ class ModelConfig:
     output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
 
     ``moe`` describes mixture-of-experts blocks, without which every layer has an MLP of ``intermediate_size``. ``fp8`` says that linear
-    layers are stored in FP8; ``dtype`` is then that of all else.
+    layers are stored in FP8; ``dtype`` is then that of all else. ``ple`` is the geometry of per-layer n-gram embeddings, for a model that has them.
     """
 
     architecture: str
@@ -133,6 +136,7 @@ class ModelConfig:
     zero_centred_norm: bool = False
     moe: MoeConfig | None = None
     fp8: Fp8Config | None = None
+    ple: PleConfig | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -31,6 +31,7 @@ from freetoken.models.moe import MoeBlock, MoeOps
 from freetoken.models.rope import rotary_table
 
 if TYPE_CHECKING:
+    from freetoken.models.ple import PerLayerEmbeddings
     from freetoken.runner.forward_batch import ForwardBatch
     from freetoken.runner.kv_pool import KVPool
     from freetoken.runner.state_pool import StatePool
@@ -192,6 +193,9 @@ class DecoderModel:
     ``max_positions`` bounds the positions a forward may use. Weights are uninitialised until :meth:`load_weights` or
     :meth:`random_weights`. Kernel flags are read here, once.
     """
+
+    ple: PerLayerEmbeddings | None = None
+    """N-gram embeddings of a model that has them: the runner attaches their tables."""
 
     def __init__(
         self,

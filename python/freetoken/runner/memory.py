@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from freetoken.errors import StartupError
 from freetoken.loader.names import weight_bytes
 from freetoken.models.config import ModelConfig
+from freetoken.models.ple_config import BLOCK_TOKENS
 from freetoken.models.state import StateSpec
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 GIB = 2**30
 # A KV cache below this many tokens would refuse ordinary prompts, so the start says what is missing instead.
 MIN_TOKENS = 128
@@ -20,8 +21,13 @@ STAGED_STATES = 4
 STATE_SHARE = 0.5
 # Tokens that experts take at once; more go through them in slices.
 MOE_SLICE_TOKENS = 8192
+
+# What tables of n-gram embeddings may take of the GPU memory that weights leave, and of the host's, when nothing was asked for.
+TABLE_SHARE, HOST_SHARE = 0.5, 0.85
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
+# Float32 copies of the residual streams of a block of tokens that n-gram embeddings hold at once.
+PLE_BLOCK_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,13 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
         widest = max(widest, linear.projected + linear.channels + 2 * linear.value_size + chunk)
     layer = max(widest * element * prefill_tokens, _expert_bytes(model, element, prefill_tokens))
     tokens = 4 * model.hidden_size * element * prefill_tokens + layer
+    if model.ple is not None:
+        # Looked-up rows, keys and value, gated and normed streams and the rows of the convolution; float32 copies of a block.
+        ple = model.ple
+        wide = ple.embed_dim + ple.hidden_size + 4 * ple.channels
+        tokens += wide * element * prefill_tokens + PLE_BLOCK_COPIES * ple.channels * 4 * min(
+            BLOCK_TOKENS, prefill_tokens
+        )
     matrix = 0 if model.fp8 is None else max(2 * model.intermediate_size, widest) * model.hidden_size * element
     return tokens + matrix + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
 
@@ -164,6 +177,67 @@ def plan_states(
         return StatePlan(rows, slot, cost(rows), "--max-running-requests")
     reason = f"{gib(slot)} of state a request and {gib(available)} for state and KV, of which at most {STATE_SHARE:.0%} for state"
     return StatePlan(fits, slot, cost(fits), reason, limited=True)
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where the tables of n-gram embeddings are held: ``kind`` is ``gpu``, ``pinned`` or ``mmap``; ``reason`` says why."""
+
+    kind: str
+    reason: str
+
+
+def plan_tables(
+    asked: str,
+    nbytes: int,
+    *,
+    on_disk: bool,
+    device: str,
+    total_bytes: int,
+    free_bytes: int,
+    fraction: float,
+    host_bytes: int,
+) -> TablePlan:
+    """Decide for tables of ``nbytes`` in all, once the weights are loaded and before anything else is sized.
+
+    ``asked`` is ``auto`` or a kind. ``total_bytes`` and ``free_bytes`` describe the device, ``fraction`` of which may be used;
+    ``host_bytes`` are available on the host. On the GPU they may take :data:`TABLE_SHARE` of what is left there, in page-locked
+    memory :data:`HOST_SHARE` of the host's; on the CPU both are the same memory. Without files (``on_disk`` false, random weights)
+    nothing can be mapped. :class:`StartupError` when what was asked for does not fit.
+    """
+    left = max(int(total_bytes * fraction) - (total_bytes - free_bytes), 0)
+    room = {"gpu": left, "pinned": int(host_bytes * HOST_SHARE)}
+    place = {
+        "gpu": "left on the GPU" if device == "cuda" else "left of the memory",
+        "pinned": "may be page-locked on the host",
+    }
+    if asked == "mmap":
+        if not on_disk:
+            raise StartupError("--ple-table mmap: random weights have no file to map")
+        return TablePlan("mmap", "--ple-table mmap")
+    if asked != "auto":
+        if nbytes > room[asked]:
+            raise StartupError(
+                f"--ple-table {asked}: the n-gram tables need {gib(nbytes)}, but {gib(room[asked])} {place[asked]}; use "
+                f"{'pinned or ' if asked == 'gpu' and device == 'cuda' else ''}mmap"
+            )
+        return TablePlan(asked, f"--ple-table {asked}")
+    limit = int(left * TABLE_SHARE)
+    if nbytes <= limit:
+        return TablePlan(
+            "gpu", f"{gib(nbytes)} of tables are at most {TABLE_SHARE:.0%} of the {gib(left)} {place['gpu']}"
+        )
+    if device == "cuda" and nbytes <= room["pinned"]:
+        return TablePlan(
+            "pinned",
+            f"{gib(nbytes)} of tables are above {TABLE_SHARE:.0%} of the {gib(left)} {place['gpu']}; the host has room",
+        )
+    if not on_disk:
+        raise StartupError(f"random n-gram tables need {gib(nbytes)}, but {gib(room['pinned'])} {place['pinned']}")
+    return TablePlan(
+        "mmap",
+        f"{gib(nbytes)} of tables fit neither the {gib(left)} {place['gpu']} nor the {gib(host_bytes)} of the host",
+    )
 
 
 def plan_memory(

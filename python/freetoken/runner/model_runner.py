@@ -14,6 +14,7 @@ import torch
 
 from freetoken import environ
 from freetoken.errors import StartupError
+from freetoken.loader.ple_table import TableSource
 from freetoken.models.registry import build_model, find
 from freetoken.runner.attention import build_attention
 from freetoken.runner.cuda_graph import CapturePrimitive, CudaGraphCapture, DecodeGraphs, RerunCapture
@@ -28,6 +29,7 @@ from freetoken.runner.memory import (
     plan_states,
     step_bytes,
 )
+from freetoken.runner.ple_setup import PleTables
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
 from freetoken.runner.staging import HostRing
 from freetoken.runner.state_pool import StatePool
@@ -56,6 +58,7 @@ class _Pending:
     pieces: list[torch.Tensor]
     prompts: list[_PromptPiece]
     event: torch.cuda.Event | None
+    failed: dict[str, str]
 
 
 def _quiet(phase: str, done: int, total: int, unit: str) -> None:
@@ -103,7 +106,8 @@ class ModelRunner:
         self.model = build_model(
             config.model, dtype=self.dtype, device=self.device, max_positions=config.context_length
         )
-        self._load_weights()
+        tables = self._load_weights()
+        self.tables = self._open_tables(tables)
         self._load_seconds = time.monotonic() - started
         self.state_plan = self._plan_states()
         self.max_rows = self.state_plan.rows
@@ -147,8 +151,10 @@ class ModelRunner:
 
     # --- start ---------------------------------------------------------------------------------------------------
 
-    def _load_weights(self) -> None:
+    def _load_weights(self) -> list[TableSource] | None:
+        """Fill the model; returns where its n-gram tables lie."""
         config = self.config
+        tables = None
         if config.load_format == "dummy":
             self._progress("making random weights", 0, self.model.weight_bytes, "bytes")
             self.model.random_weights(config.random_seed)
@@ -161,9 +167,24 @@ class ModelRunner:
                 logger.info("%d tensors of the checkpoint's %s are left aside", len(tensors), part)
             report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
             self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
+            tables = checkpoint.tables
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        return tables
+
+    def _open_tables(self, sources: list[TableSource] | None) -> PleTables | None:
+        if self.model.ple is None:
+            return None
+        return PleTables(
+            self.config,
+            self.model.ple,
+            sources,
+            dtype=self.dtype,
+            device=self.device,
+            memory=self._device_memory(),
+            progress=self._progress,
+        )
 
     def _device_memory(self) -> tuple[int, int]:
         """Free and total bytes where the model runs."""
@@ -275,7 +296,10 @@ class ModelRunner:
         if self.states is not None:
             self.states.restore([(req.row, block) for req, block in batch.restores])
         prompts: list[_PromptPiece] = []
-        if not batch.prefills and self.graphs is not None and self.graphs.bucket(len(batch.decodes)) is not None:
+        graphs = None if batch.prefills else self.graphs
+        captured = graphs is not None and graphs.bucket(len(batch.decodes)) is not None
+        failed = {} if self.tables is None else self.tables.stage(batch, self._last_ids, captured=captured)
+        if captured:
             sampled = batch.decodes
             logits, rows = self._replay(sampled)
         else:
@@ -289,7 +313,7 @@ class ModelRunner:
         out = self.sampler.sample(logits, plan) if sampled else None
         if out is not None:
             self._last_ids.index_copy_(0, rows, out.ids)
-        return self._copy_back(plan, out, prompts)
+        return self._copy_back(plan, out, prompts, failed)
 
     def _replay(self, decodes: list[Slice]) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.graphs is not None
@@ -397,6 +421,7 @@ class ModelRunner:
         plan: SamplePlan,
         out: SampleOutput | None,
         prompts: list[_PromptPiece],
+        failed: dict[str, str],
     ) -> _Pending:
         device: list[torch.Tensor] = []
         if out is not None:
@@ -418,14 +443,14 @@ class ModelRunner:
         split = iter(host[len(device) :])
         moved = [(rid, ids, top, [next(split) for _ in tensors]) for rid, ids, top, tensors in prompts]
         drawn = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
-        return _Pending(drawn, plan, host[: len(device)], moved, event)
+        return _Pending(drawn, plan, host[: len(device)], moved, event, failed)
 
     @torch.inference_mode()
     def collect(self, pending: _Pending) -> StepResult:
         """Wait for a launched step and return its ids and log-probabilities."""
         if pending.event is not None:
             pending.event.synchronize()
-        result = StepResult(ids=pending.ids.tolist())
+        result = StepResult(ids=pending.ids.tolist(), failed=pending.failed)
         if pending.pieces:
             result.logprobs = pending.plan.entries(pending.pieces)
         for rid, targets, top, tensors in pending.prompts:
@@ -449,6 +474,7 @@ class ModelRunner:
             "max_total_tokens": self.memory.num_tokens,
             "max_running_requests": self.max_rows,
             "states": None if self.states is None else {**self.states.info(), "rows_limit": self.state_plan.reason},
+            "ple_table": None if self.tables is None else self.tables.info(),
             "kernels": [{"op": c.op, "flag": c.flag, "impl": c.impl, "why": c.why} for c in choices],
             "attention": self.attention.info(),
             "cuda_graph_bs": list(self.graphs.buckets) if self.graphs else [],

@@ -36,6 +36,8 @@ class Req:
     ``keep_private`` says that other pages with this prompt's content are in the cache and in use, so these enter it (or
     are freed) only when the request ends. ``bypassed`` counts later arrivals admitted before it.
 
+    ``spoiled`` says that a step failed for it: its pages beyond the shared ones and its states hold nothing of use to others.
+
     For models with recurrent state: ``cuts`` are the positions, rising and beyond ``computed``, where a piece must end so
     that the state there can be kept. ``held`` are ``(position, block)`` of states already copied out whose pages are not
     in the prefix cache yet. ``commons`` remembers, by the arrival of a resident request, how many leading tokens are the
@@ -67,6 +69,7 @@ class Req:
     cuts: list[int] = field(default_factory=list)
     held: list[tuple[int, int]] = field(default_factory=list)
     commons: dict[int, int] = field(default_factory=dict)
+    spoiled: bool = False
     node: Node | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     queue_seconds: float | None = None
@@ -143,9 +146,12 @@ class StepResult:
     """What a step produced, on the host.
 
     ``ids[i]`` belongs to ``batch.sampled[i]``; ``logprobs[i]`` is ``None`` unless that request asked.
-    ``prompt_logprobs`` maps ``rid`` to the entries for positions ``start + 1 ..`` of its slice.
+    ``prompt_logprobs`` maps ``rid`` to the entries for positions ``start + 1 ..`` of its slice. ``failed`` maps the ``rid`` of a request
+    for which the step could not be computed to one sentence: what the step made for it (ids, KV, state) must not be used, while
+    all others are well.
     """
 
     ids: list[int]
     logprobs: list[TokenLogprob | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)

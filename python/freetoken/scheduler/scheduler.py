@@ -378,6 +378,8 @@ class Scheduler:
         """Wait for the oldest launched step and apply it: append ids, find ends, share prefixes, free what ended."""
         batch, handle = self.flights.popleft()
         result = self.runner.collect(handle)
+        if result.failed:
+            self._fail(batch, result.failed)
         generated = self._stats.generation_tokens
         if len(result.ids) != len(batch.sampled):
             raise invariants.InvariantError(f"step {batch.step} gave {len(result.ids)} ids for {len(batch.sampled)}")
@@ -402,6 +404,16 @@ class Scheduler:
         if self._stats.generation_tokens > generated:
             self._meter.count(self._stats.generation_tokens - generated)
         self._forget_ended()
+
+    def _fail(self, batch: ScheduleBatch, failed: dict[str, str]) -> None:
+        """End the requests of a drained step for which it could not be computed; nothing of theirs is kept for others."""
+        for piece in batch.slices:
+            req = piece.req
+            if req.rid not in failed:
+                continue
+            req.spoiled = True
+            if req.status is Status.RUNNING:
+                self._end(req, Finish("error", None, failed[req.rid], 500, "step_failed", None))
 
     def _extend_prompt_logprobs(self, req: Req, result: StepResult) -> None:
         if req.prompt_logprobs is None:
