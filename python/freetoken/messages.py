@@ -107,8 +107,9 @@ class RequestOutput(msgspec.Struct, array_like=True):
 class SchedulerStats(msgspec.Struct):
     """A snapshot of the scheduler for metrics, health and the batch line; counters grow from the start.
 
-    The ``state_`` fields are about checkpoints of recurrent state: blocks of host memory, prefix hits that restored one,
-    and checkpoints given up for newer ones.
+    The ``state_`` fields are about checkpoints of recurrent state: blocks of host memory and the bytes of one, prefix hits
+    that restored one, and checkpoints given up for newer ones. The ``_step_ms`` fields are means over the last steps without
+    and with prompt tokens.
     """
 
     running: int = 0
@@ -130,6 +131,9 @@ class SchedulerStats(msgspec.Struct):
     state_blocks_total: int = 0
     state_hits: int = 0
     state_evictions: int = 0
+    state_block_bytes: int = 0
+    decode_step_ms: float = 0.0
+    prefill_step_ms: float = 0.0
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -232,6 +236,12 @@ class Channel:
         return _socket(context, zmq.PULL, self.requests_address, False), _socket(
             context, zmq.PUSH, self.outputs_address, False
         )
+
+    def send_once(self, context: zmq.Context[zmq.Socket[bytes]], message: ToFrontend) -> None:
+        """Send one message to the frontend over a socket of its own, from any thread of the scheduler's process."""
+        socket = _socket(context, zmq.PUSH, self.outputs_address, False)
+        socket.send(encode(message))
+        socket.close()
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, bind: bool) -> zmq.Socket[bytes]:
