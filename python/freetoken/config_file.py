@@ -33,7 +33,9 @@ def read_config_file(path: str, known: Collection[str], spelled: Mapping[str, st
         word = str(key).replace("-", "_")
         name = spelled.get(word, word)
         if name not in known:
-            raise StartupError(f"--config {path}: {str(key)!r} is not a flag that a file can set; docs/flags.md lists them")
+            raise StartupError(
+                f"--config {path}: {str(key)!r} is not a flag that a file can set; docs/flags.md lists them"
+            )
         if name in values:
             raise StartupError(f"--config {path} sets {name.replace('_', '-')} twice")
         values[name] = value

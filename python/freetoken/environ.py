@@ -60,8 +60,15 @@ TABLE: tuple[EnvVar, ...] = (
     ),
     EnvVar("FREETOKEN_FAULT_STUCK_STEP", "int", "0", f"{_FAULT} the step of this number never ends."),
     EnvVar("FREETOKEN_FAULT_FAILING_KERNEL", "int", "0", f"{_FAULT} the step of this number raises an error."),
-    EnvVar("FREETOKEN_FAULT_RETRACT_EVERY", "int", "0", f"{_FAULT} the youngest request is retracted every so many steps."),
-    EnvVar("FREETOKEN_FAULT_SLOW_CLIENT", "float", "0", f"{_FAULT} seconds each piece of an answer waits before it is sent."),
+    EnvVar(
+        "FREETOKEN_FAULT_RETRACT_EVERY", "int", "0", f"{_FAULT} the youngest request is retracted every so many steps."
+    ),
+    EnvVar(
+        "FREETOKEN_FAULT_SLOW_CLIENT",
+        "float",
+        "0",
+        f"{_FAULT} seconds each piece of an answer waits before it is sent.",
+    ),
     EnvVar("FREETOKEN_COMMIT", "str", "", "Commit to write into benchmark figures where the tree is no git checkout."),
     EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),
 )

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from freetoken import messages
+from freetoken import crash_dump, messages
 from freetoken.errors import RequestError
 from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
 from freetoken.sampling_params import SamplingParams
@@ -145,11 +145,34 @@ class Frontend:
         """The scheduler has exited or failed: every open request gets one error. Must run on the event loop."""
         if self.status.state == "failed":
             return
+        if self.scheduler_ready:
+            crash_dump.write(
+                self.config, "server", reason, self._open_requests(), stats=msgspec.to_builtins(self.stats)
+            )
         self.status = Status("failed", "failed", reason=reason)
         self.fail_all(reason)
         self._changed.set()
         if self.on_fatal is not None:
             self.on_fatal(reason)
+
+    def _open_requests(self) -> list[dict[str, Any]]:
+        """For a crash dump; the prompts only where the log shows them too."""
+        return [
+            {
+                "rid": generation.spec.rid,
+                "streamed": generation.spec.stream,
+                "outputs": generation.spec.num_choices,
+                "created": generation.created,
+                "prompt_tokens": [choice.num_prompt_tokens for choice in generation.choices],
+                "sampling": [crash_dump.numbers_of(prompt.sampling) for prompt in generation.spec.prompts],
+                **(
+                    {"prompts": [repr(p) for p in generation.spec.prompts]}
+                    if self.config.log_requests == "text"
+                    else {}
+                ),
+            }
+            for generation in self._generations.values()
+        ]
 
     def fail_all(self, reason: str) -> None:
         """End every open request and control call with one error."""
