@@ -45,9 +45,9 @@ def stacks_text() -> str:
 
 
 def numbers_of(sampling: SamplingParams) -> dict[str, Any]:
-    """The sampling values that are numbers, switches or unset: none of them is text that a client wrote."""
+    """The values that differ from the defaults and are numbers or switches: none of them is text that a client wrote."""
     values = msgspec.to_builtins(sampling)
-    return {name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float)}
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float)}
 
 
 def write(

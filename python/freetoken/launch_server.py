@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from freetoken import environ, server_args
+from freetoken import environ, logs, server_args
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import RequestError, StartupError
 from freetoken.messages import Channel
@@ -43,7 +43,8 @@ def main(
     try:
         environ.validate()
         args = server_args.parse(argv)
-        _set_up_logging(args.log_level)
+        logs.set_up(args.log_level, replace=True)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         with listen(args.host, args.port) as listener:
             opened = open_checkpoint(args)
             config = configure(args, opened)
@@ -55,13 +56,6 @@ def main(
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, target: str) -> int:

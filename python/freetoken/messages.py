@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -237,11 +238,15 @@ class Channel:
             context, zmq.PUSH, self.outputs_address, False
         )
 
-    def send_once(self, context: zmq.Context[zmq.Socket[bytes]], message: ToFrontend) -> None:
-        """Send one message to the frontend over a socket of its own, from any thread of the scheduler's process."""
+    def send_once(self, message: ToFrontend) -> None:
+        """Send one last message to the frontend, from any thread of the scheduler's process, and wait until it is out or a
+        second or two have passed."""
+        context = zmq.Context()
         socket = _socket(context, zmq.PUSH, self.outputs_address, False)
-        socket.send(encode(message))
-        socket.close()
+        socket.setsockopt(zmq.SNDTIMEO, 1000)
+        with contextlib.suppress(zmq.Again):
+            socket.send(encode(message))
+        context.destroy(linger=1000)
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, bind: bool) -> zmq.Socket[bytes]:

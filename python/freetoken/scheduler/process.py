@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from freetoken import crash_dump, environ
+from freetoken import crash_dump, environ, logs
 from freetoken.errors import FreetokenError
 from freetoken.messages import (
     AbortRequest,
@@ -222,7 +221,7 @@ class SchedulerProcess:
         reason = f"step {self.steps.launched_steps} did not end within {self.config.watchdog_timeout:g} seconds"
         where = crash_dump.stacks_text()
         _say(f"{reason} (--watchdog-timeout); stacks of all threads:\n{where}", lambda: self.dump(reason))
-        self._channel.send_once(self._context, Failed(f"{reason} (--watchdog-timeout)"))
+        self._channel.send_once(Failed(f"{reason} (--watchdog-timeout)"))
         os._exit(1)
 
     def close(self) -> None:
@@ -267,12 +266,7 @@ def run_scheduler(config: Config, channel_folder: str) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    logs.set_up(config.log_level)
     process = SchedulerProcess(config, Channel(channel_folder))
     try:
         return process.run()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from freetoken.crash_dump import numbers_of
-from freetoken.sampling_params import SamplingParams
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, usage_of
 
 log = logging.getLogger("freetoken.requests")
@@ -20,7 +20,6 @@ QUIET = frozenset({"/health", "/metrics", "/live"})
 _LONGEST_TEXT = 2000
 _LONGEST_NAME = 120
 _KEY = "freetoken.request"
-_DEFAULTS = msgspec.to_builtins(SamplingParams())
 
 
 def plain(text: str, limit: int = _LONGEST_NAME) -> str:
@@ -50,10 +49,9 @@ class RequestRecord:
             for prompt in self._spec.prompts:
                 log.info("%s: prompt %s", plain(self._spec.rid), plain(_text(prompt), _LONGEST_TEXT))
 
-    def _params(self) -> dict[str, object]:
+    def _params(self) -> dict[str, Any]:
         sampling = self._spec.prompts[0].sampling
-        values = msgspec.to_builtins(sampling) if self._level == "text" else numbers_of(sampling)
-        return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+        return msgspec.to_builtins(sampling) if self._level == "text" else numbers_of(sampling)
 
     def see(self, events: Iterable[GenEvent]) -> None:
         """Take note of events on their way to the client."""
