@@ -51,7 +51,9 @@ def test_parameters_too_but_no_text(log: pytest.LogCaptureFixture) -> None:
     with serving(log_requests="params") as served:
         talk(served)
     start = next(line for line in lines(log) if line.startswith("mine: "))
-    assert start.startswith("mine: 1 prompts, 1 outputs, ") and "temperature=0.5" in start and "max_new_tokens=3" in start
+    assert (
+        start.startswith("mine: 1 prompts, 1 outputs, ") and "temperature=0.5" in start and "max_new_tokens=3" in start
+    )
     assert any("1 outputs, streamed" in line for line in lines(log))
     assert not any("zebra" in line for line in lines(log))
 
@@ -93,7 +95,11 @@ ASK = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers"
 
 def test_origins_on_the_list_may_call_and_others_may_not() -> None:
     with serving(cors_allow_origins=["https://a.example", "http://localhost:3000"], api_key="secret") as served:
-        for origin, allowed in (("https://a.example", True), ("http://localhost:3000", True), ("https://b.example", False)):
+        for origin, allowed in (
+            ("https://a.example", True),
+            ("http://localhost:3000", True),
+            ("https://b.example", False),
+        ):
             ask = httpx.options(served.url + "/v1/chat/completions", headers={"Origin": origin, **ASK}, timeout=20)
             assert (ask.headers.get("access-control-allow-origin") == origin) is allowed
             assert ask.status_code == (200 if allowed else 400)

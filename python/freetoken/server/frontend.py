@@ -33,6 +33,8 @@ from freetoken.server_args import Config
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT = 60.0
+HEAD_CHARACTERS = 16
+"""Characters for each token of the context that are tokenised of a text much longer than that, to see whether it fits."""
 _RETRY_QUEUE = 1
 _RETRY_LOADING = 5
 
@@ -293,20 +295,15 @@ class Frontend:
                     param="messages",
                     code="no_chat_template",
                 )
-            ids = self.tokenizer.encode(self.template.render(prompt.chat), add_special_tokens=False)
+            ids = self._encode(self.template.render(prompt.chat), False, prompt.param if check_length else None)
         else:
-            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+            ids = self._encode(prompt.text or "", True, prompt.param if check_length else None)
         if not check_length:
             return ids
         if not ids:
             raise RequestError("the prompt is empty", param=prompt.param)
         if len(ids) >= self.config.context_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.config.context_length} with at least "
-                "one for the output (--context-length)",
-                param=prompt.param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(ids)), prompt.param)
         vocab = self.config.model.vocab_size
         if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
             raise RequestError(
@@ -314,6 +311,25 @@ class Frontend:
             )
         prompt.sampling.check_vocabulary(vocab)
         return ids
+
+    def _encode(self, text: str, special: bool, param: str | None) -> list[int]:
+        """Token ids of ``text``. With ``param``, a text that is far too long is refused for its head alone: ten megabytes
+        would take seconds and gigabytes to tokenise in full."""
+        head = HEAD_CHARACTERS * self.config.context_length
+        if param is not None and len(text) > 2 * head:
+            count = len(self.tokenizer.encode(text[:head], add_special_tokens=special))
+            # The cut may split a word and change the tokens around it, not half of them.
+            if count >= 2 * self.config.context_length:
+                raise self._too_long(f"more than {count // 2}", param)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def _too_long(self, tokens: str, param: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {tokens} tokens, and the context holds {self.config.context_length} with at least one for the "
+            "output (--context-length)",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     # --- events from the receiving thread -----------------------------------------------------------------------------
 
