@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -114,6 +115,9 @@ async def _start_up(config: Config, frontend: Frontend, progress: Progress, addr
         raise StartupError(f"the scheduler was not ready after {limit:g} seconds (FREETOKEN_LAUNCH_TIMEOUT)") from None
     except RequestError as error:
         raise StartupError(error.message) from None
+    # What the start made stays for good, so the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
     frontend.mark_ready()
     progress.close()
     log.info(ready_line(config, frontend.info, address))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import time
+from threading import current_thread
 
 import httpx
 import pytest
 
+from freetoken.server import wire
 from server.conftest import Served, serving
 from server.test_http_faults import raw_request
 
@@ -128,16 +130,11 @@ def test_a_star_means_all() -> None:
 
 @pytest.mark.parametrize("size", [10, 2**20 + 1])
 def test_large_bodies_are_parsed_on_a_thread(server: Served, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    threads: list[bool] = []
-    real = server.frontend.in_thread
-
-    async def in_thread(work):  # type: ignore[no-untyped-def]
-        threads.append(True)
-        return await real(work)
-
-    monkeypatch.setattr(server.frontend, "in_thread", in_thread)
+    threads: list[str] = []
+    real = wire.parse_large_object
+    monkeypatch.setattr(wire, "parse_large_object", lambda data: threads.append(current_thread().name) or real(data))
     assert server.complete("say:x", ignored_field="y" * size).status_code == 200
-    assert len(threads) == (0 if size < 4096 else 1)
+    assert all(name.startswith("freetoken-body") for name in threads) and len(threads) == (size > 4096)
     broken = httpx.post(server.url + "/v1/completions", content=b"[" * size, timeout=20)
     assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
 

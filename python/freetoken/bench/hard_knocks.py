@@ -62,7 +62,7 @@ def _parts(args: argparse.Namespace, scale: float = 1.0) -> dict[str, Part]:
         "malformed": lambda t: parts.malformed(t, some(args.malformed)),
         "vanish": lambda t: parts.vanishing(t, some(args.vanish)),
         "slow": lambda t: parts.dawdling(t, some(args.slow), args.slow_tokens),
-        "huge": lambda t: parts.huge(t, args.huge_mb, args.huge_copies if scale == 1.0 else 1),
+        "huge": lambda t: parts.huge(t, args.huge_mb, args.huge_copies),
         "queue": lambda t: parts.queueing(t, some(args.queue)),
         "soak": lambda t: soak.soaking(t, args.soak_seconds * scale, args.soak_tokens, slack),
     }

@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -103,13 +104,15 @@ class Server:
         self.frontend = frontend
         self.config = frontend.config
         self.started = int(time.time())
+        # One at a time: the objects of a large body take many times its size.
+        self._large_bodies = ThreadPoolExecutor(1, thread_name_prefix="freetoken-body")
 
     async def _body(self, request: Request) -> dict[str, Any]:
         data = await read_body(request, self.config.max_request_bytes)
         if len(data) < LARGE_BODY:
             return wire.parse_object(data)
-        found: dict[str, Any] = await self.frontend.in_thread(lambda: wire.parse_object(data))
-        return found
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large_bodies, wire.parse_large_object, data)
 
     async def _optional_body(self, request: Request) -> dict[str, Any]:
         """For calls that need none: an empty body is an empty object."""
