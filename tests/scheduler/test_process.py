@@ -205,6 +205,9 @@ def test_profile(process: Running, peer: Peer, tmp_path: Path) -> None:
     file.write_text("")
     reply = profile(True, file / "below")
     assert not reply.ok and str(file) in reply.message
+    for odd in ("a\0b", "x" * 5000):
+        reply = profile(True, odd)
+        assert not reply.ok and "cannot write" in reply.message
     assert profile(True, tmp_path / "traces").ok
     reply = profile(True, tmp_path / "traces")
     assert not reply.ok and "already" in reply.message

@@ -172,8 +172,9 @@ class SchedulerProcess:
             folder = message.folder or os.path.join(tempfile.gettempdir(), "freetoken-profile")
             try:
                 os.makedirs(folder, exist_ok=True)
-            except OSError as error:
-                return ControlReply(message.call, False, f"cannot write to {folder}: {error.strerror}")
+            except (OSError, ValueError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                return ControlReply(message.call, False, f"cannot write to {folder!r}: {why}")
             self._profile_folder = folder
             self._profiler = torch.profiler.profile()
             self._profiler.start()  # type: ignore[attr-defined]

@@ -26,6 +26,11 @@ def _object(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
     return made
 
 
+def _one_of(schema: Schema, *names: str) -> Schema:
+    """``schema`` with exactly one of the fields ``names``."""
+    return {**schema, "oneOf": [{"required": [name]} for name in names]}
+
+
 def _list(items: Schema, **limits: int) -> Schema:
     return {"type": "array", "items": items, **limits}
 
@@ -98,26 +103,34 @@ BODIES: dict[str, Schema] = {
         logprobs=_integer(0, 20),
         echo=SWITCH,
     ),
-    "/generate": _object(
-        (),
-        text=_either(TEXT, _list(TEXT, minItems=1)),
-        input_ids=_either(TOKENS, _list(TOKENS, minItems=1)),
-        sampling_params=_object(
+    "/generate": _one_of(
+        _object(
             (),
-            **SAMPLING,
-            max_new_tokens=_integer(1, 2**31 - 1),
-            min_new_tokens=_integer(0, 2**31 - 1),
+            text=_either(TEXT, _list(TEXT, minItems=1)),
+            input_ids=_either(TOKENS, _list(TOKENS, minItems=1)),
+            sampling_params=_object(
+                (),
+                **SAMPLING,
+                max_new_tokens=_integer(1, 2**31 - 1),
+                min_new_tokens=_integer(0, 2**31 - 1),
+            ),
+            stream=SWITCH,
+            rid=RID,
+            return_logprob=SWITCH,
+            top_logprobs_num=_integer(0, 20),
+            logprob_start_len=_integer(-1, 2**31 - 1),
+            return_text_in_logprobs=SWITCH,
         ),
-        stream=SWITCH,
-        rid=RID,
-        return_logprob=SWITCH,
-        top_logprobs_num=_integer(0, 20),
-        logprob_start_len=_integer(-1, 2**31 - 1),
-        return_text_in_logprobs=SWITCH,
+        "text",
+        "input_ids",
     ),
-    "/tokenize": _object((), prompt=_either(TEXT, _list(TEXT)), **_CHAT_PROMPT, model=TEXT, add_special_tokens=SWITCH),
+    "/tokenize": _one_of(
+        _object((), prompt=_either(TEXT, _list(TEXT)), **_CHAT_PROMPT, model=TEXT, add_special_tokens=SWITCH),
+        "prompt",
+        "messages",
+    ),
     "/detokenize": _object(("tokens",), tokens=_either(TOKENS, _list(TOKENS)), model=TEXT, skip_special_tokens=SWITCH),
-    "/abort_request": _object((), rid=TEXT, abort_all=SWITCH),
+    "/abort_request": _one_of(_object((), rid=TEXT, abort_all={"const": True}), "rid", "abort_all"),
     "/flush_cache": _object(),
     "/start_profile": _object((), output_dir=TEXT),
     "/stop_profile": _object(),

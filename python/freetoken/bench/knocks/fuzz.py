@@ -98,31 +98,36 @@ class Maker:
         return "".join(self.rng.choice(TEXTS) for _ in range(self.rng.choice((1, 1, 1, 2, 3))))
 
     def _number(self, schema: Schema, *, whole: bool) -> float:
-        low = schema.get("minimum", schema.get("exclusiveMinimum", -1e6))
-        high = schema.get("maximum", 1e6)
+        low: float = schema.get("minimum", schema.get("exclusiveMinimum", -1e6))
+        high: float = schema.get("maximum", 1e6)
         rng = self.rng
         if whole:
             near = min(high, low + 8)
-            return int(rng.choice((low, near, rng.randint(int(low), int(near)), rng.randint(int(low), int(high)))))
+            if rng.random() < 0.05:
+                return rng.randint(int(low), int(high))
+            return int(rng.choice((low, near, rng.randint(int(low), int(near)))))
         found = rng.choice((low, high, rng.uniform(low, high), min(high, low + 1)))
         return float(high if found == schema.get("exclusiveMinimum") else found)
 
     def _object(self, schema: Schema, depth: int) -> dict[str, Any]:
         rng, made = self.rng, {}
-        required = schema.get("required", ())
+        required = list(schema.get("required", ()))
+        if "oneOf" in schema:
+            required += rng.choice(schema["oneOf"])["required"]
         for name, inner in schema.get("properties", {}).items():
-            if name in required or (depth < _DEPTH and rng.random() < 0.2):
+            others = any(name in way["required"] for way in schema.get("oneOf", ()))
+            if name in required or (depth < _DEPTH and not others and rng.random() < 0.2):
                 made[name] = self.value(inner, depth + 1)
         extra = schema.get("additionalProperties")
         if isinstance(extra, dict):
             for _ in range(rng.randint(0, 3)):
-                made[str(rng.choice((0, 1, 5, 300, 70_000, "x")))] = self.value(extra, depth + 1)
+                made[str(rng.choice((0, 1, 2, 3, 5, 5, 300, 70_000, "x")))] = self.value(extra, depth + 1)
         return made
 
     def spoil(self, value: Any) -> Any:
         """``value`` with one thing in it changed: a part replaced, taken away, doubled or added."""
         rng = self.rng
-        if isinstance(value, dict) and value and rng.random() < 0.85:
+        if isinstance(value, dict) and value and rng.random() < 0.95:
             name = rng.choice(list(value))
             act = rng.random()
             if act < 0.15:

@@ -23,6 +23,7 @@ HONEST: dict[str, Any] = {
     "prompt": "the cat sat on the mat and",
     "max_tokens": 16,
     "temperature": 0,
+    "seed": 1,
     "ignore_eos": True,
 }
 
