@@ -109,7 +109,7 @@ class SchedulerProcess:
             self._watchdog.begin()
             outputs = scheduler.step()
             if self._faults.retract_every and self.steps.launched_steps % self._faults.retract_every == 0:
-                scheduler.retract_youngest()
+                scheduler.force_retraction()
             self._watchdog.end()
         self._publish(scheduler, outputs)
         if self._stopping and not scheduler.has_work:

@@ -172,6 +172,13 @@ class Scheduler:
         self.pages.free(self.tree.clear())
         return True
 
+    def force_retraction(self) -> None:
+        """Put one of several resident requests back in the queue although there is room for it: a fault for tests."""
+        while self.flights:
+            self._drain_oldest()
+        if len(self.resident) > 1:
+            self._retract_youngest()
+
     def stats(self) -> SchedulerStats:
         """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those that the
         tree alone holds."""
@@ -254,17 +261,6 @@ class Scheduler:
             self._forget_ended()
             return
         self._ratio.retracted()
-        self._put_back(req)
-
-    def retract_youngest(self) -> None:
-        """Put the youngest resident request back in the queue although there is room for it: a fault for tests."""
-        while self.flights:
-            self._drain_oldest()
-        residents = list(self.resident.values())
-        if residents:
-            self._put_back(residents[policy.victim([r.arrival for r in residents])])
-
-    def _put_back(self, req: Req) -> None:
         self._stats.retractions += 1
         self._release(req)
         self.decoding = [r for r in self.decoding if r is not req]

@@ -44,7 +44,26 @@ NUMBERS = (
     2**63,
     1e30,
 )
-ODD = (None, True, False, 0, -1, 1.5, 1e308, 2**63, 2**70, "", "x", [], {}, [[]], [None], {"": None}, [{}], "é" * 50)
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e308,
+    2**63,
+    2**70,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [{}],
+    "é" * 50,
+)
 _DEPTH = 4
 _LONGEST_LIST = 4
 
@@ -98,8 +117,8 @@ class Maker:
         return "".join(self.rng.choice(TEXTS) for _ in range(self.rng.choice((1, 1, 1, 2, 3))))
 
     def _number(self, schema: Schema, *, whole: bool) -> float:
-        low: float = schema.get("minimum", schema.get("exclusiveMinimum", -1e6))
-        high: float = schema.get("maximum", 1e6)
+        low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -1e6))
+        high: Any = schema.get("maximum", 1e6)
         rng = self.rng
         if whole:
             near = min(high, low + 8)
