@@ -26,6 +26,7 @@ from freetoken.server.choice import Choice, Generation
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.metrics import Metrics
+from freetoken.server.prompt_length import encode_bounded, too_long
 from freetoken.server.receiver import Receiver
 from freetoken.server.template import ChatTemplate
 from freetoken.server_args import Config
@@ -33,8 +34,6 @@ from freetoken.server_args import Config
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT = 60.0
-HEAD_CHARACTERS = 16
-"""Characters for each token of the context that are tokenised of a text much longer than that, to see whether it fits."""
 _RETRY_QUEUE = 1
 _RETRY_LOADING = 5
 
@@ -303,7 +302,7 @@ class Frontend:
         if not ids:
             raise RequestError("the prompt is empty", param=prompt.param)
         if len(ids) >= self.config.context_length:
-            raise self._too_long(str(len(ids)), prompt.param)
+            raise too_long(str(len(ids)), self.config.context_length, prompt.param)
         vocab = self.config.model.vocab_size
         if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
             raise RequestError(
@@ -313,23 +312,10 @@ class Frontend:
         return ids
 
     def _encode(self, text: str, special: bool, param: str | None) -> list[int]:
-        """Token ids of ``text``. With ``param``, a text that is far too long is refused for its head alone: ten megabytes
-        would take seconds and gigabytes to tokenise in full."""
-        head = HEAD_CHARACTERS * self.config.context_length
-        if param is not None and len(text) > 2 * head:
-            count = len(self.tokenizer.encode(text[:head], add_special_tokens=special))
-            # The cut may split a word and change the tokens around it, not half of them.
-            if count >= 2 * self.config.context_length:
-                raise self._too_long(f"more than {count // 2}", param)
-        return self.tokenizer.encode(text, add_special_tokens=special)
-
-    def _too_long(self, tokens: str, param: str) -> RequestError:
-        return RequestError(
-            f"the prompt has {tokens} tokens, and the context holds {self.config.context_length} with at least one for the "
-            "output (--context-length)",
-            param=param,
-            code="context_length_exceeded",
-        )
+        if param is None:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        context = self.config.context_length
+        return encode_bounded(self.tokenizer, text, special=special, context=context, param=param)
 
     # --- events from the receiving thread -----------------------------------------------------------------------------
 
