@@ -7,6 +7,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -198,15 +199,18 @@ def test_a_key_is_typed_in(page: Page) -> None:
 
 
 @in_browser
-def test_light_and_dark_by_system_and_by_button_and_all_by_keyboard(server: Served, page: Page) -> None:
+def test_light_and_dark_by_system_and_by_button_and_all_by_keyboard(
+    server: Served, page: Page, tmp_path: Path
+) -> None:
     def ground() -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
     page.goto(server.url)
-    light = ground()
+    expect(page.get_by_role("status")).to_have_text("ready")
+    light, light_shot = ground(), page.screenshot(path=tmp_path / "light.png")
     page.emulate_media(color_scheme="dark")
-    dark = ground()
-    assert light != dark
+    dark, dark_shot = ground(), page.screenshot(path=tmp_path / "dark.png")
+    assert light != dark and light_shot != dark_shot
     page.get_by_role("button", name="Light").press("Enter")
     assert ground() == light
     page.reload()
@@ -221,4 +225,5 @@ def test_light_and_dark_by_system_and_by_button_and_all_by_keyboard(server: Serv
     wanted = ["key", "theme", "log", "prompt", "send", "clear", "Settings", "Kernels", "Flags"]
     assert seen == wanted
     page.set_viewport_size({"width": 360, "height": 640})
+    page.screenshot(path=tmp_path / "narrow.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a narrow window scrolls sideways"

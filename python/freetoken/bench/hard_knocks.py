@@ -23,6 +23,8 @@ from freetoken.bench.knocks.target import Target
 from freetoken.errors import StartupError
 
 PARTS = ("fuzz", "malformed", "vanish", "slow", "huge", "queue", "soak")
+WARM_UP = 0.3
+"""Share of each part that is done before memory is looked at: arenas, caches and buffers take their size from what comes."""
 Part = Callable[[parts.Trial], Awaitable[dict[str, Any]]]
 
 
@@ -77,11 +79,11 @@ async def knock(args: argparse.Namespace, target: Target) -> list[dict[str, Any]
         facts = await target.info(session)
         wanted = await target.honest(session)
         trial = parts.Trial(target, session, args.concurrency, args.seed)
-        full, small = _parts(args), _parts(args, 0.05)
+        full, small = _parts(args), _parts(args, WARM_UP)
         found = []
         for name in args.parts:
             if name != "soak":
-                # Arenas, caches and buffers take their size at the first of their kind; the soak has a warm-up of its own.
+                # The soak has a warm-up of its own.
                 await small[name](trial)
                 await target.settle(session)
             before, began = target.rss(), time.monotonic()
