@@ -199,9 +199,7 @@ def test_a_key_is_typed_in(page: Page) -> None:
 
 
 @in_browser
-def test_light_and_dark_by_system_and_by_button_and_all_by_keyboard(
-    server: Served, page: Page, tmp_path: Path
-) -> None:
+def test_light_and_dark_by_system_and_by_button_and_all_by_keyboard(server: Served, page: Page, tmp_path: Path) -> None:
     def ground() -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 

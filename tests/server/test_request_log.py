@@ -125,6 +125,20 @@ def test_a_star_means_all() -> None:
         assert answer.headers["access-control-allow-origin"] == "*"
 
 
+def test_a_foreign_page_cannot_send_what_a_browser_does_not_ask_about_first() -> None:
+    def post(served: Served, origin: str, site: str) -> httpx.Response:
+        headers = {"Origin": origin, "Sec-Fetch-Site": site, "Content-Type": "text/plain"}
+        return httpx.post(served.url + "/abort_request", content=b'{"abort_all": true}', headers=headers, timeout=20)
+
+    with serving(cors_allow_origins=["https://a.example"]) as served:
+        refused = post(served, "https://b.example", "cross-site")
+        assert refused.status_code == 403 and "--cors-allow-origins" in refused.json()["error"]["message"]
+        assert served.fake.aborted == []
+        assert post(served, "https://a.example", "cross-site").status_code == 200
+        assert post(served, served.url, "same-origin").status_code == 200
+        assert served.get("/health", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
 # --- large bodies, slow clients ---------------------------------------------------------------------------------------------
 
 

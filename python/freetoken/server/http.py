@@ -66,6 +66,26 @@ class Guard:
         return hmac.compare_digest(given, self._key)
 
 
+class Origins:
+    """Refuses what the pages of foreign sites send: a browser asks first only before some kinds of requests, and others it
+    sends at once and merely hides the answer. ``allowed`` are the origins that may."""
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...]) -> None:
+        self._app, self._allowed = app, {origin.encode() for origin in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            headers = dict(scope["headers"])
+            foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"*" not in self._allowed
+            if foreign and headers.get(b"origin") not in self._allowed:
+                error = RequestError(
+                    "pages of this origin may not call the server (--cors-allow-origins)", status=403, code="origin"
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class SlowClient:
     """Every piece of an answer waits before it is sent: a fault for tests."""
 
@@ -293,6 +313,7 @@ def build_app(frontend: Frontend) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_crash)
     wrapped: ASGIApp = Guard(app, config.api_key) if config.api_key else app
+    wrapped = Origins(wrapped, config.cors_allow_origins)
     if config.cors_allow_origins:
         wrapped = CORSMiddleware(
             wrapped, config.cors_allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",), max_age=3600

@@ -143,6 +143,7 @@ _ERROR = _object(
 _REFUSALS = {
     "400": "A field is wrong or not served",
     "401": "The API key is missing or wrong",
+    "403": "A page of a foreign site calls",
     "404": "There is no such path or model",
     "413": "The body is too large",
     "503": "Loading, shutting down, full, or without a scheduler",
