@@ -24,7 +24,8 @@ from freetoken.errors import StartupError
 
 PARTS = ("fuzz", "malformed", "vanish", "slow", "huge", "queue", "soak")
 WARM_UP = 0.3
-"""Share of each part that is done before memory is looked at: arenas, caches and buffers take their size from what comes."""
+"""Share of the long parts that is done before memory is looked at, and all of those whose peak is what counts: arenas,
+caches and buffers take their size from what comes."""
 Part = Callable[[parts.Trial], Awaitable[dict[str, Any]]]
 
 
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _parts(args: argparse.Namespace, scale: float = 1.0) -> dict[str, Part]:
-    """Each part at ``scale`` of its size."""
+    """Each part; the long ones at ``scale`` of their size."""
 
     def some(count: int) -> int:
         return max(4, int(count * scale))
@@ -62,10 +63,10 @@ def _parts(args: argparse.Namespace, scale: float = 1.0) -> dict[str, Part]:
     return {
         "fuzz": lambda t: parts.fuzzing(t, some(args.fuzz)),
         "malformed": lambda t: parts.malformed(t, some(args.malformed)),
-        "vanish": lambda t: parts.vanishing(t, some(args.vanish)),
-        "slow": lambda t: parts.dawdling(t, some(args.slow), args.slow_tokens),
+        "vanish": lambda t: parts.vanishing(t, args.vanish),
+        "slow": lambda t: parts.dawdling(t, args.slow, args.slow_tokens),
         "huge": lambda t: parts.huge(t, args.huge_mb, args.huge_copies),
-        "queue": lambda t: parts.queueing(t, some(args.queue)),
+        "queue": lambda t: parts.queueing(t, args.queue),
         "soak": lambda t: soak.soaking(t, args.soak_seconds * scale, args.soak_tokens, slack),
     }
 
