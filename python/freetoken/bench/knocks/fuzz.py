@@ -292,6 +292,9 @@ def malformed(document: dict[str, Any], seed: int, skip: tuple[str, ...] = ()) -
             body = encode(value)
         else:
             name = rng.choice(schema["required"])
-            value[name] = rng.choice((5, 1.5, True, {}, {"a": 1}, [None], [{}], [[None]]))
+            numeric = schema["properties"][name].get("type") in ("integer", "number")
+            value[name] = rng.choice(
+                ("text", True, {}, [None]) if numeric else (5, 1.5, True, {}, {"a": 1}, [None], [[None]])
+            )
             body = encode(value)
         yield Request("POST", route.path, body, {"Content-Type": JSON_TYPE})
