@@ -18,6 +18,9 @@ TORCH_FREE = (
     "environ",
     "errors",
     "hardware",
+    "config_file",
+    "crash_dump",
+    "logs",
     "messages",
     "sampling_params",
     "server_args",
@@ -44,6 +47,7 @@ TORCH_FREE = (
     "bench/serving",
     "bench/roof",
     "bench/cli",
+    "bench/hard_knocks",
 )
 HEAVY = ("torch", "transformers", "triton", "safetensors.torch")
 

@@ -31,6 +31,8 @@ class EnvVar:
 
 _KERNEL_HELP = "`1` fused kernel on CUDA and reference elsewhere, `0` reference, `check` both, compared on every call"
 
+_FAULT = "Fault switch for tests, logged as a warning, 0 for none:"
+
 TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_FUSED_NORM", "kernel", "1", f"RMSNorm with the residual add: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_ROPE", "kernel", "1", f"q/k norm, rotary embedding and KV write: {_KERNEL_HELP}."),
@@ -65,6 +67,17 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."
+    ),
+    EnvVar("FREETOKEN_FAULT_STUCK_STEP", "int", "0", f"{_FAULT} the step of this number never ends."),
+    EnvVar("FREETOKEN_FAULT_FAILING_KERNEL", "int", "0", f"{_FAULT} the step of this number raises an error."),
+    EnvVar(
+        "FREETOKEN_FAULT_RETRACT_EVERY", "int", "0", f"{_FAULT} the youngest request is retracted every so many steps."
+    ),
+    EnvVar(
+        "FREETOKEN_FAULT_SLOW_CLIENT",
+        "float",
+        "0",
+        f"{_FAULT} seconds each piece of an answer waits before it is sent.",
     ),
     EnvVar("FREETOKEN_COMMIT", "str", "", "Commit to write into benchmark figures where the tree is no git checkout."),
     EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from freetoken.config_file import read_config_file
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
 from freetoken.models.config import ModelConfig
@@ -75,7 +77,13 @@ class ServerArgs:
     host: str = _flag("127.0.0.1", "http", "Address to listen on.")
     port: int = _flag(30000, "http", "Port to listen on.", kind=int)
     api_key: str | None = _flag(
-        None, "http", "Key clients must send as a bearer token; guards all but /health.", kind=str
+        None, "http", "Key clients must send as a bearer token; guards all but /health and the page at /.", kind=str
+    )
+    cors_allow_origins: list[str] = _flag(
+        [],
+        "http",
+        "Origins whose pages may call this server from a browser (https://host:port), or `*` for all; default none.",
+        kind=str,
     )
     max_request_bytes: int = _flag(
         16 * 2**20, "http", "Largest request body in bytes; a larger one is a 413.", kind=int
@@ -88,6 +96,36 @@ class ServerArgs:
     )
     decode_log_interval: int = _flag(
         40, "http", "Decode steps between two batch lines in the log; 0 for none.", kind=int
+    )
+
+    config: str | None = _flag(
+        None,
+        "operations",
+        "YAML file of flags by name (`max-running-requests: 64`); the command line wins, unknown names are refused.",
+        kind=str,
+    )
+    log_requests: str = _flag(
+        "access",
+        "operations",
+        "What the log says of each request: nothing, a line when it ends, also its parameters when it starts, also prompts "
+        "and outputs. Only `text` shows what clients wrote.",
+        choices=("off", "access", "params", "text"),
+    )
+    soft_watchdog_timeout: float = _flag(
+        60.0, "operations", "Seconds a step may take before the scheduler's stacks are logged; 0 for never.", kind=float
+    )
+    watchdog_timeout: float = _flag(
+        300.0,
+        "operations",
+        "Seconds a step may take before the server logs all stacks, ends every request with an error and exits; 0 for "
+        "never.",
+        kind=float,
+    )
+    crash_dump_folder: str | None = _flag(
+        None,
+        "operations",
+        "Folder for a JSON file about each crash: open requests without their text, configuration, last steps, stacks.",
+        kind=str,
     )
 
     device: str = _flag(
@@ -172,6 +210,8 @@ class ServerArgs:
         for key in values:
             if key not in names:
                 raise StartupError(f"unknown argument {key!r}; docs/flags.md lists them all")
+        if isinstance(values.get("config"), str):
+            values = {**_from_config_file(values["config"]), **values}
         args = cls(**values)
         for row in dataclasses.fields(cls):
             _check_type(row.name, str(row.type), getattr(args, row.name))
@@ -204,7 +244,12 @@ class Config:
     enable_metrics: bool
     skip_server_warmup: bool
     log_level: str
+    log_requests: str
+    cors_allow_origins: tuple[str, ...]
     decode_log_interval: int
+    soft_watchdog_timeout: float
+    watchdog_timeout: float
+    crash_dump_folder: str | None
     device: str
     tp_size: int
     mem_fraction_static: float
@@ -266,8 +311,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Parse a command line; a bad one prints a sentence and exits 2."""
-    return ServerArgs(**vars(parser().parse_args(argv)))
+    """Parse a command line; a bad one prints a sentence and exits 2. :class:`StartupError` for a bad ``--config`` file."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    if args.config is not None:
+        flags.set_defaults(**_from_config_file(args.config))
+        args = flags.parse_args(argv)
+    return ServerArgs(**vars(args))
+
+
+def _from_config_file(path: str) -> dict[str, Any]:
+    rows = {row.name: row for row in dataclasses.fields(ServerArgs) if row.name != "config"}
+    spelled = {name.lstrip("-").replace("-", "_"): row.name for row in rows.values() for name in row.metadata["names"]}
+    values = read_config_file(path, rows, spelled)
+    for name, value in values.items():
+        try:
+            _check_type(name, str(rows[name].type), value)
+        except StartupError as error:
+            raise StartupError(f"--config {path}: {error}") from None
+    return values
 
 
 def graph_buckets(largest: int) -> tuple[int, ...]:
@@ -312,16 +374,17 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
         "float": (int, float),
         "bool": (bool,),
         "list[int]": (list, tuple),
+        "list[str]": (list, tuple),
     }
     right = isinstance(value, right_types[kind]) and (kind == "bool" or not isinstance(value, bool))
-    if right and kind == "list[int]":
-        right = all(type(item) is int for item in value)
+    if right and kind.startswith("list"):
+        right = all(type(item) is (int if kind == "list[int]" else str) for item in value)
     if not right:
         raise StartupError(f"argument {name!r} must be of type {annotation}, not {type(value).__name__}")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    if value < low or (high is not None and value > high):
+    if not value >= low or (high is not None and value > high):
         bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
         raise StartupError(f"--{name.replace('_', '-')} must be {bounds}, not {value}")
 
@@ -334,7 +397,11 @@ def _check_values(args: ServerArgs) -> None:
     _check_range("port", args.port, 0, 65535)
     for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
-    _check_range("decode_log_interval", args.decode_log_interval, 0, None)
+    for name in ("decode_log_interval", "soft_watchdog_timeout", "watchdog_timeout"):
+        _check_range(name, getattr(args, name), 0, None)
+    for origin in args.cors_allow_origins:
+        if not re.fullmatch(r"\*|null|https?://[^/\s,?#]+", origin):
+            raise StartupError(f"--cors-allow-origins must be * or like https://host:port, not {origin!r}")
     for name in (
         "context_length",
         "max_total_tokens",
@@ -416,7 +483,12 @@ def resolve(
         enable_metrics=args.enable_metrics,
         skip_server_warmup=args.skip_server_warmup,
         log_level=args.log_level,
+        log_requests=args.log_requests,
+        cors_allow_origins=tuple(args.cors_allow_origins),
         decode_log_interval=args.decode_log_interval,
+        soft_watchdog_timeout=args.soft_watchdog_timeout,
+        watchdog_timeout=args.watchdog_timeout,
+        crash_dump_folder=args.crash_dump_folder,
         device=device,
         tp_size=args.tp_size,
         mem_fraction_static=r.pick(

@@ -28,7 +28,8 @@ from server.fakes import ByteTokenizer, make_config
 def opened(args):
     return Opened("tiny", make_config().model, ByteTokenizer())
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], scheduler="server.fakes:" + sys.argv[1], open_checkpoint=opened))
+    target = sys.argv[1] if ":" in sys.argv[1] else "server.fakes:" + sys.argv[1]
+    sys.exit(main(sys.argv[2:], scheduler=target, open_checkpoint=opened))
 """
 
 

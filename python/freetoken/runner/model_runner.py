@@ -123,6 +123,7 @@ class ModelRunner:
         model = config.model
         self.states = self._make_states()
         self.state_blocks = self.states.blocks if self.states is not None else 0
+        self.state_block_bytes = self.states.slot_bytes if self.states is not None else 0
         self.kv = KVPool(
             num_layers=model.num_attention_layers,
             num_pages=self.num_pages,

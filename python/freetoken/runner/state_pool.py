@@ -107,6 +107,11 @@ class StatePool:
                 host[block].copy_(staging[index], non_blocking=True)
         self._copied[index] = self._side.record_event(copied)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one request's state, in a slot or in a block."""
+        return sum(pool[0].nbytes for pool in self._pools)
+
     def info(self) -> dict[str, Any]:
         """JSON-ready: the kinds of state, device and host bytes."""
         kinds = [
@@ -115,7 +120,7 @@ class StatePool:
         ]
         return {
             "slots": self.slots,
-            "slot_bytes": sum(pool[0].nbytes for pool in self._pools),
+            "slot_bytes": self.slot_bytes,
             "bytes": sum(pool.nbytes for pool in self._pools),
             "blocks": self.blocks,
             "host_bytes": sum(host.nbytes for host in self._host),

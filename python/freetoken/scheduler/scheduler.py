@@ -172,6 +172,13 @@ class Scheduler:
         self.pages.free(self.tree.clear())
         return True
 
+    def force_retraction(self) -> None:
+        """Put one of several resident requests back in the queue although there is room for it: a fault for tests."""
+        while self.flights:
+            self._drain_oldest()
+        if len(self.resident) > 1:
+            self._retract_youngest()
+
     def stats(self) -> SchedulerStats:
         """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those that the
         tree alone holds."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from freetoken import messages
+from freetoken import crash_dump, messages
 from freetoken.errors import RequestError
 from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
 from freetoken.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ from freetoken.server.choice import Choice, Generation
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.metrics import Metrics
+from freetoken.server.prompt_length import encode_bounded, too_long
 from freetoken.server.receiver import Receiver
 from freetoken.server.template import ChatTemplate
 from freetoken.server_args import Config
@@ -145,11 +146,34 @@ class Frontend:
         """The scheduler has exited or failed: every open request gets one error. Must run on the event loop."""
         if self.status.state == "failed":
             return
+        if self.scheduler_ready:
+            crash_dump.write(
+                self.config, "server", reason, self._open_requests(), stats=msgspec.to_builtins(self.stats)
+            )
         self.status = Status("failed", "failed", reason=reason)
         self.fail_all(reason)
         self._changed.set()
         if self.on_fatal is not None:
             self.on_fatal(reason)
+
+    def _open_requests(self) -> list[dict[str, Any]]:
+        """For a crash dump; the prompts only where the log shows them too."""
+        return [
+            {
+                "rid": generation.spec.rid,
+                "streamed": generation.spec.stream,
+                "outputs": generation.spec.num_choices,
+                "created": generation.created,
+                "prompt_tokens": [choice.num_prompt_tokens for choice in generation.choices],
+                "sampling": [crash_dump.numbers_of(prompt.sampling) for prompt in generation.spec.prompts],
+                **(
+                    {"prompts": [repr(p) for p in generation.spec.prompts]}
+                    if self.config.log_requests == "text"
+                    else {}
+                ),
+            }
+            for generation in self._generations.values()
+        ]
 
     def fail_all(self, reason: str) -> None:
         """End every open request and control call with one error."""
@@ -270,20 +294,15 @@ class Frontend:
                     param="messages",
                     code="no_chat_template",
                 )
-            ids = self.tokenizer.encode(self.template.render(prompt.chat), add_special_tokens=False)
+            ids = self._encode(self.template.render(prompt.chat), False, prompt.param if check_length else None)
         else:
-            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+            ids = self._encode(prompt.text or "", True, prompt.param if check_length else None)
         if not check_length:
             return ids
         if not ids:
             raise RequestError("the prompt is empty", param=prompt.param)
         if len(ids) >= self.config.context_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.config.context_length} with at least "
-                "one for the output (--context-length)",
-                param=prompt.param,
-                code="context_length_exceeded",
-            )
+            raise too_long(str(len(ids)), self.config.context_length, prompt.param)
         vocab = self.config.model.vocab_size
         if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
             raise RequestError(
@@ -291,6 +310,12 @@ class Frontend:
             )
         prompt.sampling.check_vocabulary(vocab)
         return ids
+
+    def _encode(self, text: str, special: bool, param: str | None) -> list[int]:
+        if param is None:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        context = self.config.context_length
+        return encode_bounded(self.tokenizer, text, special=special, context=context, param=param)
 
     # --- events from the receiving thread -----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from freetoken.server.choice import ClientGone, Generation
 from freetoken.server.frontend import Frontend
 from freetoken.server.generation import GenEvent, GenSpec
 from freetoken.server.openai_response import sse
+from freetoken.server.request_log import RequestRecord
 from freetoken.server.wire import error_object
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class GenerationResponse(Response):
     def __init__(self, frontend: Frontend, spec: GenSpec, writer: Writer) -> None:
         super().__init__()
         self._frontend, self._spec, self._writer = frontend, spec, writer
+        self._record = RequestRecord(spec, frontend.config.log_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -65,15 +67,18 @@ class GenerationResponse(Response):
         except RequestError as error:
             await error_response(error)(scope, receive, send)
             return
+        self._record.started(scope)
         watcher = asyncio.ensure_future(_cancel_when_closed(receive, generation))
         try:
             await generation.start()
             events = await generation.next()
+            self._record.see(events)
             _raise_error(events)
             if self._spec.stream:
                 await self._stream(generation, events, send)
             else:
                 while more := await generation.next():
+                    self._record.see(more)
                     _raise_error(more)
                     events += more
                 await JSON(self._writer.whole(events))(scope, receive, send)
@@ -101,6 +106,7 @@ class GenerationResponse(Response):
             if body := b"".join(parts):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             events = await generation.next()
+            self._record.see(events)
         await send({"type": "http.response.body", "body": self._writer.end()})
 
 
