@@ -6,17 +6,16 @@ is streamed; the scheduler compiles the same text again on its own thread. Both 
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from freetoken.errors import RequestError
-from freetoken.grammar.schema import check_schema, schema_grammar
+from freetoken.grammar.schema import check_schema, one_line, schema_grammar
 from freetoken.sampling_params import Grammar
 
 CACHE_GRAMMARS = 64
@@ -24,8 +23,6 @@ CACHE_GRAMMARS = 64
 
 CACHE_TEXT_BYTES = 4 << 20
 """Text of all kept grammars together."""
-
-MAX_REASON_CHARS = 300
 
 
 def parser_limits() -> LLParserLimits:
@@ -76,16 +73,16 @@ class _Vocabulary:
 class GrammarCompiler:
     """Compiles grammars over one vocabulary and keeps the latest. Safe to use from several threads.
 
-    ``vocab_size`` is the number of ids that can be drawn, ``eos_ids`` the model's end-of-sequence tokens. Nothing is built
-    before the first grammar comes.
+    ``load`` gives the tokenizer, ``vocab_size`` is the number of ids that can be drawn, ``eos_ids`` are the model's
+    end-of-sequence tokens. Nothing is loaded or built before the first grammar comes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
         self.eos_ids = tuple(token for token in eos_ids if token < vocab_size)
         self.mask_words = (vocab_size + 1 + 31) // 32
         """int32 words of one token mask; bit ``i % 32`` of word ``i // 32`` is id ``i``."""
-        self._tokenizer = tokenizer
+        self._load = load
         self._vocabulary: LLTokenizer | None = None
         self._building = threading.Lock()
         self._lock = threading.Lock()
@@ -97,19 +94,27 @@ class GrammarCompiler:
 
         Raises :class:`RequestError` 400 whose ``param`` is the grammar's field, with the path into a schema behind it.
         """
-        key = (grammar.kind, grammar.text)
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
+        found = self._find(grammar)
         if found is None:
             found = self._build(grammar)
-            self._keep(key, found)
+            self._keep((grammar.kind, grammar.text), found)
         if isinstance(found, LLMatcher):
             return found
         path, reason = found
         where = grammar.param + path
         raise RequestError(f"{where}: {reason}", param=where, code="invalid_grammar")
+
+    def kept(self, grammar: Grammar) -> LLMatcher | None:
+        """As :meth:`compile` for a grammar that is kept compiled, ``None`` for any other. Takes no time."""
+        found = self._find(grammar)
+        return found if isinstance(found, LLMatcher) else None
+
+    def _find(self, grammar: Grammar) -> LLMatcher | tuple[str, str] | None:
+        key = (grammar.kind, grammar.text)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def _keep(self, key: tuple[str, str], built: LLMatcher | tuple[str, str]) -> None:
         with self._lock:
@@ -149,7 +154,7 @@ class GrammarCompiler:
         with self._building:
             if self._vocabulary is None:
                 eos = self.eos_ids or (self.vocab_size,)
-                vocabulary = _Vocabulary(self._tokenizer, self.vocab_size, eos)
+                vocabulary = _Vocabulary(self._load(), self.vocab_size, eos)
                 self._vocabulary = LLTokenizer(vocabulary, eos_token=list(eos))  # type: ignore[arg-type]
             return self._vocabulary
 
@@ -163,21 +168,3 @@ def _lark_of_gbnf(text: str) -> str:
     except Exception as error:  # the converter raises whatever its parser stumbles over
         raise ValueError(f"not a grammar that can be read: {error}") from None
     return lark
-
-
-_PLAINER = (
-    (r"Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1"),
-    (r"oneOf constraints are not supported.*", "oneOf is served only where its parts exclude each other; use anyOf"),
-    (r"NoExtension(Bias)?", "no output can satisfy it"),
-)
-
-
-def one_line(message: str) -> str:
-    """The library's message without its pictures of the text: the sentence that says what is wrong."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    first = lines[0] if lines else "it cannot be compiled"
-    sentence = told or first
-    for pattern, plain in _PLAINER:
-        sentence = re.sub(pattern, plain, sentence)
-    return sentence[:MAX_REASON_CHARS]

@@ -7,13 +7,14 @@ refused alone for the same reason, and in it the keyword without which it is not
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from freetoken.grammar import compiler
+MAX_REASON_CHARS = 300
 
 MAX_DEPTH = 60
 """Nesting of JSON values in a schema; each nested schema is about two."""
@@ -81,9 +82,9 @@ def _refusal(schema: Any, limits: LLParserLimits) -> str | None:
     try:
         source = schema_grammar(json.dumps(schema))
     except ValueError as error:
-        return compiler.one_line(str(error))
+        return one_line(str(error))
     failed, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=limits)
-    return compiler.one_line(messages[0]) if failed else None
+    return one_line(messages[0]) if failed else None
 
 
 def _place(schema: dict[str, Any], reason: str, refusal: Callable[[Any], str | None]) -> str:
@@ -128,3 +129,21 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _step(name: str) -> str:
     plain = name.replace("$", "").replace("_", "").isalnum()
     return f".{name[:60]}" if plain else f"[{json.dumps(name[:60])}]"
+
+
+_PLAINER = (
+    (r"Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1"),
+    (r"oneOf constraints are not supported.*", "oneOf is served only where its parts exclude each other; use anyOf"),
+    (r"NoExtension(Bias)?", "no output can satisfy it"),
+)
+
+
+def one_line(message: str) -> str:
+    """The library's message without its pictures of the text: the sentence that says what is wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    first = lines[0] if lines else "it cannot be compiled"
+    sentence = told or first
+    for pattern, plain in _PLAINER:
+        sentence = re.sub(pattern, plain, sentence)
+    return sentence[:MAX_REASON_CHARS]
