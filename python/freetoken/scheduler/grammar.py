@@ -97,7 +97,9 @@ class Constraint:
     def broken(self) -> Finish:
         """The terminal message for a matcher in its error state."""
         reason = one_line(self.matcher.get_error())
-        return self._failure(f"{self.param}: the grammar cannot be followed any further: {reason}", 400, "grammar_failed")
+        return self._failure(
+            f"{self.param}: the grammar cannot be followed any further: {reason}", 400, "grammar_failed"
+        )
 
     def _failure(self, message: str, status: int, code: str) -> Finish:
         return Finish("error", None, message, status, code, self.param)
@@ -130,7 +132,9 @@ class Grammars:
 
     def wait(self, reqs: Sequence[Req], seconds: float) -> None:
         """Sleep until a grammar of ``reqs`` is compiled, at most ``seconds``; not at all if none is being compiled."""
-        building = [r.constraint.building for r in reqs if r.constraint is not None and r.constraint.building is not None]
+        building = [
+            r.constraint.building for r in reqs if r.constraint is not None and r.constraint.building is not None
+        ]
         if building:
             wait(building, timeout=seconds, return_when=FIRST_COMPLETED)
 
