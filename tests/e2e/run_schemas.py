@@ -24,9 +24,10 @@ MAX_NEW_TOKENS = 400
 
 @dataclass
 class Tally:
-    """Outputs of one schema: how many ended by the grammar, the texts that are not valid, and all of them."""
+    """Outputs of one schema: how many are valid, how many the limit of tokens cut, the texts that are wrong, and all."""
 
-    ended: int = 0
+    valid: int = 0
+    cut: int = 0
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
@@ -55,10 +56,11 @@ def generate(engine: Engine, schema: dict[str, Any], seeds: Sequence[int], **sam
         text, finish = answer["text"], answer["meta_info"]["finish_reason"]
         tally.tokens += answer["meta_info"]["completion_tokens"]
         tally.texts.add(text)
-        # An output cut off by its limit is none of the grammar's; these schemas leave no room for one.
+        # Names of properties have no bound in a schema, so that a model may spend all its tokens on one.
+        tally.cut += finish["type"] == "length"
         if finish["type"] == "stop" and is_valid(schema, text):
-            tally.ended += 1
-        else:
+            tally.valid += 1
+        elif finish["type"] != "length":
             tally.wrong.append(f"{finish['type']}: {text}")
     return tally
 
@@ -69,7 +71,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--share", action="store_true", help="divide the seeds among the schemas")
     args = parser.parse_args()
-    failed = outputs = 0
+    failed = outputs = cut = 0
     started = time.monotonic()
     with Engine(args.model, max_running_requests=32) as engine:
         for number, (name, schema) in enumerate(SCHEMAS.items()):
@@ -77,10 +79,17 @@ def main() -> int:
             tally = generate(engine, schema, seeds)
             failed += len(tally.wrong)
             outputs += len(seeds)
-            print(f"{name}: {tally.ended} of {len(seeds)} valid, {len(tally.texts)} different, {tally.tokens} tokens")
+            cut += tally.cut
+            print(
+                f"{name}: {tally.valid} of {len(seeds)} valid, {tally.cut} cut by the limit, {len(tally.texts)} different, "
+                f"{tally.tokens} tokens",
+                flush=True,
+            )
             for text in tally.wrong[:3]:
                 print(f"    {text[:300]!r}")
-    print(f"{outputs - failed} of {outputs} valid in {time.monotonic() - started:.0f} s")
+    print(
+        f"{outputs - failed - cut} of {outputs} valid, {cut} cut, {failed} wrong in {time.monotonic() - started:.0f} s"
+    )
     return 1 if failed else 0
 
 

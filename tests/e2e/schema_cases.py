@@ -1,6 +1,7 @@
 """Schemas to generate from, keyword by keyword in the order of the JSON Schema specification, and ones that are refused.
 
-Every schema bounds its instances, so that a model that draws at random comes to an end.
+Every schema bounds its instances but for the names of free properties, so that a model that draws at random comes to an
+end.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
         "maxProperties": 3,
     },
-    "nested": closed("user", user=closed("name", "tags", name=WORD, tags={"type": "array", "items": WORD, "maxItems": 2})),
+    "nested": closed(
+        "user", user=closed("name", "tags", name=WORD, tags={"type": "array", "items": WORD, "maxItems": 2})
+    ),
     "any of": {"anyOf": [{"type": "boolean"}, closed("n", n={"enum": [1, 2, 3]}), {"const": "neither"}]},
     "one of apart": {
         "oneOf": [closed("kind", "v", kind={"const": "a"}, v={"type": "boolean"}), closed("kind", kind={"const": "b"})]
@@ -72,7 +75,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "recursion": {
         "$ref": "#/$defs/tree",
         "$defs": {
-            "tree": closed("leaf", leaf={"type": "boolean"}, left={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]})
+            "tree": closed(
+                "leaf", leaf={"type": "boolean"}, left={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}
+            )
         },
     },
     "date": {"type": "string", "format": "date"},
@@ -80,7 +85,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "uuid": {"type": "string", "format": "uuid"},
     "address": {"type": "string", "format": "ipv4"},
     "notes that say nothing": {"type": "boolean", "title": "T", "description": "d", "default": 3, "examples": [1]},
-    "property names to escape": closed('a"b', "c\\d", **{'a"b': {"type": "boolean"}, "c\\d": {"type": "null"}, "é": WORD}),
+    "property names to escape": closed(
+        'a"b', "c\\d", **{'a"b': {"type": "boolean"}, "c\\d": {"type": "null"}, "é": WORD}
+    ),
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
