@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about six minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about seven minutes.
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -84,11 +84,13 @@ op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
 
-rm -f "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl "$out"/ops.jsonl
+rm -f "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl "$out"/qwen3-8b-grammar.jsonl "$out"/ops.jsonl
 part "GPU tests" "$python" -m pytest -q -m gpu --continue-on-collection-errors tests
 part "ops" op_figures
 part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
     --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
+    --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
 part "server start" start_server
 if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then
     for streams in 1 16 64; do
@@ -100,7 +102,7 @@ part "server stop" stop_server
 echo
 echo "Figures in $out:"
 found=()
-for file in "$out"/ops.jsonl "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl; do
+for file in "$out"/ops.jsonl "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-grammar.jsonl "$out"/qwen3-8b-serving.jsonl; do
     [ -f "$file" ] && found+=("$file")
 done
 [ "${#found[@]}" -gt 0 ] && "$python" -m freetoken.bench.summary "${found[@]}"

@@ -154,12 +154,14 @@ def test_masks_that_cannot_be_made_end_one_request_alone() -> None:
     assert open_ids(masks[1]) == ids_of("c")
 
 
-def test_many_masks_at_once_are_those_of_each_alone() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_masks_at_once_are_those_of_each_alone(threads: int) -> None:
     texts = ["a+b", "[a-f]{3}", "x", "(yes|no)", "[0-9]+"]
     pairs = [running(regex(text)) for text in texts]
     alone = [open_ids(keeper.fill([req], [0])[0][0]) for keeper, req in pairs]
     ended = running(regex("a"))[1]
     ended.status = Status.FINISHED
+    pairs[0][0]._fill_threads = threads
     masks, _ = pairs[0][0].fill([*(req for _, req in pairs), ended], [0] * 6)
     assert [open_ids(mask) for mask in masks] == [*alone, list(range(VOCAB))]
 
