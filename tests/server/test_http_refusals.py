@@ -56,7 +56,7 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}), ("parallel_tool_calls", False), ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}), ("response_format", {"type": "structural_tag"}), ("guided_regex", "a+"), ("json_schema", {}),
+        ("function_call", {"name": "f"}), ("guided_regex", "a+"), ("json_schema", {}),
         ("reasoning_effort", "high"), ("separate_reasoning", True), ("priority", 1), ("modalities", ["text", "audio"]),
         ("audio", {}), ("prediction", {}), ("best_of", 2), ("store", True), ("service_tier", "flex"),
         ("web_search_options", {}), ("echo", True),
