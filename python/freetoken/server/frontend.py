@@ -20,6 +20,7 @@ import zmq
 
 from freetoken import crash_dump, messages
 from freetoken.errors import RequestError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.choice import Choice, Generation
@@ -68,6 +69,7 @@ class Frontend:
         self.config = config
         self.tokenizer = tokenizer
         self.template = ChatTemplate.load(config.chat_template, tokenizer)
+        self._compiler = GrammarCompiler(lambda: tokenizer, config.sample_vocab, config.model.eos_token_ids)
         self.metrics = Metrics()
         self.status = Status()
         self.info: dict[str, Any] = {}
@@ -276,11 +278,14 @@ class Frontend:
             choice = Choice(generation, index, rid, ids, one, self.tokenizer, interval=interval, arrival=arrival)
             generation.choices.append(choice)
             self.live[rid] = choice
-            if not self._try_send(AddRequest(rid, ids, one)):
+            if not self._try_send(AddRequest(rid, ids, one, spec.priority)):
                 raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
             self.metrics.requests.inc()
 
     def _prepare(self, spec: GenSpec) -> list[list[int]]:
+        for prompt in spec.prompts:
+            if prompt.sampling.grammar is not None:
+                self._compiler.compile(prompt.sampling.grammar)
         return [self.prompt_ids(prompt) for prompt in spec.prompts]
 
     def prompt_ids(self, prompt: Prompt, *, check_length: bool = True) -> list[int]:

@@ -19,7 +19,16 @@ from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.openai_response import DONE, finite, sse
-from freetoken.server.wire import SamplingReader, boolean, integer, mapping, refuse_unserved, token_ids, warn_unknown
+from freetoken.server.wire import (
+    SamplingReader,
+    boolean,
+    integer,
+    mapping,
+    read_priority,
+    refuse_unserved,
+    token_ids,
+    warn_unknown,
+)
 from freetoken.server_args import Config
 
 DEFAULT_NEW_TOKENS = 128
@@ -32,13 +41,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "session_params": (),
     "return_hidden_states": (False,),
     "token_ids_logprob": (),
-    "priority": (0,),
     "custom_logit_processor": (),
 }
 _UNSERVED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
     "stop_regex": (),
     "custom_params": (),
@@ -55,6 +60,7 @@ _KNOWN = {
     "top_logprobs_num",
     "logprob_start_len",
     "return_text_in_logprobs",
+    "priority",
 }
 
 
@@ -82,7 +88,7 @@ def read_generate(body: Mapping[str, Any], config: Config) -> GenerateRequest:
         rid = new_rid("gen")
     if not isinstance(rid, str) or not 0 < len(rid) <= 200:
         raise RequestError("rid must be a string of 1 to 200 characters", param="rid")
-    spec = GenSpec(rid, prompts, boolean(body, "stream", False))
+    spec = GenSpec(rid, prompts, boolean(body, "stream", False), priority=read_priority(body, config))
     return GenerateRequest(
         spec,
         single and sampling[0].n == 1,
@@ -127,7 +133,8 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
     fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
-    fields["sampling_seed"] = "seed"
+    del fields["grammar"]
+    fields |= {"sampling_seed": "seed", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
     warn_unknown(given, {*fields, *_UNSERVED_SAMPLING})
     reader = SamplingReader(config.model.sampling_defaults)
     reader.set("max_new_tokens", DEFAULT_NEW_TOKENS, "max_new_tokens")

@@ -13,6 +13,7 @@ from typing import Any
 from freetoken.errors import RequestError
 from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.generation import ChatPrompt, GenSpec, Prompt, new_rid
+from freetoken.server.response_format import GRAMMAR_FIELDS, read_grammar
 from freetoken.server.wire import (
     SAMPLING_FIELDS,
     SamplingReader,
@@ -21,6 +22,7 @@ from freetoken.server.wire import (
     check_model,
     integer,
     mapping,
+    read_priority,
     refuse_unserved,
     string,
     token_ids,
@@ -32,11 +34,8 @@ MAX_TOKENS = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Neutral values beside null. Structured output, tools, reasoning switches and priorities are not served.
+# Neutral values beside null. Tools and reasoning switches are not served.
 _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "regex": (),
-    "ebnf": (),
     "json_schema": (),
     "structural_tag": (),
     "guided_json": (),
@@ -44,7 +43,6 @@ _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "priority": (0,),
     "lora_path": (),
     "store": (False,),
     "metadata": ({},),
@@ -74,7 +72,18 @@ _UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
 _UNSERVED_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_UNSERVED_BOTH, "suffix": ("",)}
 # Labels with no bearing on the output.
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-_COMMON = {*SAMPLING_FIELDS, *_LABELS, "model", "max_tokens", "logprobs", "stream", "stream_options", "rid"}
+_COMMON = {
+    *SAMPLING_FIELDS,
+    *_LABELS,
+    *GRAMMAR_FIELDS,
+    "model",
+    "max_tokens",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "rid",
+    "priority",
+}
 _CHAT_KNOWN = {
     *_COMMON,
     *_UNSERVED_CHAT,
@@ -121,7 +130,8 @@ def read_chat(body: Mapping[str, Any], config: Config) -> WireRequest:
     if logprobs:
         reader.set("logprobs", top or 0, "top_logprobs")
     prompt = Prompt(reader.build(), chat=read_chat_prompt(body), param="messages")
-    return WireRequest(GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream), True, options, logprobs)
+    spec = GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream, priority=read_priority(body, config))
+    return WireRequest(spec, True, options, logprobs)
 
 
 def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
@@ -142,7 +152,8 @@ def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
         if echo:
             reader.set("prompt_logprobs", top, "logprobs")
     prompts = _prompts(body.get("prompt"), reader.build())
-    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0)
+    priority = read_priority(body, config)
+    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0, priority=priority)
     return WireRequest(spec, False, options, top is not None, echo)
 
 
@@ -151,6 +162,9 @@ def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
         string(body, label)
     reader = SamplingReader(config.model.sampling_defaults)
     reader.read(body)
+    grammar = read_grammar(body)
+    if grammar is not None:
+        reader.set("grammar", grammar, "response_format")
     return reader
 
 
