@@ -7,10 +7,9 @@ put together are the same.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol, Union
 
 log = logging.getLogger(__name__)
@@ -81,24 +80,27 @@ class Malformed(Exception):
 def join(deltas: Sequence[Delta]) -> list[Delta]:
     """The same with neighbours of one kind put together and empty ones left out."""
     joined: list[Delta] = []
-    for key, group in itertools.groupby(deltas, key=lambda delta: (type(delta), getattr(delta, "index", None))):
-        pieces = list(group)
-        if key[0] in (CallStart, CallEnd):
-            joined += pieces
-            continue
-        text = "".join([piece.text for piece in pieces if isinstance(piece, Text | Reasoning | CallArguments)])
-        if text and key[0] is CallArguments:
-            joined.append(CallArguments(key[1], text))
-        elif text:
-            joined.append(key[0](text))
-    # An empty piece between two of one kind would have kept them apart.
-    if any(_same(left, right) for left, right in itertools.pairwise(joined)):
-        return join(joined)
+    last: Text | Reasoning | CallArguments | None = None
+    texts: list[str] = []
+    for delta in [*deltas, None]:
+        if isinstance(delta, Text | Reasoning | CallArguments):
+            if not delta.text:
+                continue
+            if last is not None and type(last) is type(delta) and _index(last) == _index(delta):
+                texts.append(delta.text)
+                continue
+        if last is not None:
+            joined.append(replace(last, text="".join(texts)))
+            last = None
+        if isinstance(delta, CallStart | CallEnd):
+            joined.append(delta)
+        elif delta is not None:
+            last, texts = delta, [delta.text]
     return joined
 
 
-def _same(left: Delta, right: Delta) -> bool:
-    return type(left) is type(right) and not isinstance(left, CallStart | CallEnd | CallArguments)
+def _index(delta: Delta) -> int:
+    return delta.index if isinstance(delta, CallArguments) else -1
 
 
 def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:

@@ -67,7 +67,7 @@ class JsonCallParser(CallParser):
         if not isinstance(value, dict):
             self.fail("a tool call that is not a JSON object")
         name = self.known(value.get("name", value.get("function")))
-        arguments = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), {})
+        arguments: Any = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
