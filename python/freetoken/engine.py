@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freetoken.errors import FreetokenError, RequestError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest, Finish, RequestOutput, TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.detokenizer import OutputText
@@ -70,6 +71,7 @@ class Engine:
         **server_args: Any,
     ) -> None:
         from freetoken.runner.model_runner import ModelRunner
+        from freetoken.scheduler.grammar import Grammars
         from freetoken.scheduler.scheduler import Scheduler
 
         path = model_path if model_path is None else os.fspath(model_path)
@@ -78,7 +80,9 @@ class Engine:
         args = ServerArgs.from_dict({**unbounded, "model_path": path, "device": device, "dtype": dtype, **server_args})
         self.config, self.tokenizer = prepare(args)
         self._runner: Any = ModelRunner(self.config)
-        self._scheduler: Any = Scheduler(self.config, self._runner, check_invariants=False)
+        tokenizer, config = self.tokenizer, self.config
+        self._compiler = GrammarCompiler(lambda: tokenizer, config.sample_vocab, config.model.eos_token_ids)
+        self._scheduler: Any = Scheduler(config, self._runner, grammars=Grammars(self._compiler))
         self._live: dict[str, _Live] = {}
         self._counter = itertools.count()
         self._lock = threading.RLock()
@@ -138,6 +142,8 @@ class Engine:
         params = self._params(sampling_params, len(prompts))
         for each in params:
             each.check_vocabulary(self.config.model.vocab_size)
+            if each.grammar is not None:
+                self._compiler.compile(each.grammar)
         name = "prompt" if input_ids is None else "input_ids"
         with self._lock:
             if self._scheduler is None:
@@ -191,7 +197,8 @@ class Engine:
         live.prompt_logprobs = output.prompt_logprobs or live.prompt_logprobs
         live.cached_tokens = output.cached_tokens
         finish = output.finish
-        hidden = finish is not None and finish.kind == "stop" and not live.params.no_stop_trim
+        stop_token = finish is not None and finish.kind == "stop" and finish.matched is not None
+        hidden = stop_token and not live.params.no_stop_trim
         text, matched = live.text.push(output.ids[:-1] if hidden else output.ids)
         if finish is not None and matched is None:
             text += live.text.flush()

@@ -48,6 +48,11 @@ OPS: tuple[Op, ...] = (
     ),
     Op("sample", "FREETOKEN_FUSED_SAMPLER"),
     Op(
+        "token_mask",
+        "FREETOKEN_FUSED_TOKEN_MASK",
+        sgl_unfit="default on CUDA; sgl_kernel's masks come one for every row of the batch",
+    ),
+    Op(
         "gdn_conv",
         "FREETOKEN_GDN_FUSED_CONV",
         sgl_unfit="default on CUDA; sgl_kernel's convolution shifts a state that is here a ring of token rows",

@@ -49,10 +49,18 @@ _PromptPiece = tuple[str, list[int], int, list[torch.Tensor]]
 
 @dataclass
 class _Pending:
-    """A launched step: where its host copies land and the event that says they have."""
+    """A launched step: what its draw needs, then where its host copies land and the event that says they have."""
 
-    ids: np.ndarray
     plan: SamplePlan
+    drawn_from: tuple[torch.Tensor, torch.Tensor] | None
+    """Logits ``[S, vocab_size]`` and request rows ``[S]``; let go with the draw, as they are large."""
+    prompts: list[_PromptPiece]
+    copies: _Copies | None = None
+
+
+@dataclass(frozen=True)
+class _Copies:
+    ids: np.ndarray
     pieces: list[torch.Tensor]
     prompts: list[_PromptPiece]
     event: torch.cuda.Event | None
@@ -67,6 +75,7 @@ class ModelRunner:
 
     ``launch`` enqueues a step and returns at once on CUDA; ``collect`` waits for its ids. Steps run in launch order, and
     step N + 1 may be launched before step N is collected: its decode inputs are the ids that step N leaves on the device.
+    Of a step with token masks ``launch`` enqueues the forward pass alone, and ``draw``, before the next launch, the rest.
     """
 
     def __init__(
@@ -285,11 +294,24 @@ class ModelRunner:
                 self.graphs.misses += 1
         if self.states is not None:
             self.states.snapshot([(req.row, block) for req, block in batch.snapshots])
-        plan = self.sampler.plan(batch)
-        out = self.sampler.sample(logits, plan) if sampled else None
+        pending = _Pending(self.sampler.plan(batch), (logits, rows), prompts)
+        if not batch.masked:
+            self._draw(pending, None)
+        return pending
+
+    @torch.inference_mode()
+    def draw(self, pending: _Pending, masks: np.ndarray) -> None:
+        """Enqueue the draw of a step whose batch is ``masked``: ``masks [len(batch.masked), words] int32``."""
+        assert pending.copies is None and pending.plan.masked is not None
+        self._draw(pending, self.sampler.send_masks(masks))
+
+    def _draw(self, pending: _Pending, masks: torch.Tensor | None) -> None:
+        assert pending.drawn_from is not None
+        (logits, rows), pending.drawn_from = pending.drawn_from, None
+        out = self.sampler.sample(logits, pending.plan, masks) if pending.plan.size else None
         if out is not None:
             self._last_ids.index_copy_(0, rows, out.ids)
-        return self._copy_back(plan, out, prompts)
+        pending.copies = self._copy_back(out, pending.prompts)
 
     def _replay(self, decodes: list[Slice]) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.graphs is not None
@@ -392,12 +414,7 @@ class ModelRunner:
             offset += s.length
         return pieces
 
-    def _copy_back(
-        self,
-        plan: SamplePlan,
-        out: SampleOutput | None,
-        prompts: list[_PromptPiece],
-    ) -> _Pending:
+    def _copy_back(self, out: SampleOutput | None, prompts: list[_PromptPiece]) -> _Copies:
         device: list[torch.Tensor] = []
         if out is not None:
             device = out.device_tensors()
@@ -418,17 +435,19 @@ class ModelRunner:
         split = iter(host[len(device) :])
         moved = [(rid, ids, top, [next(split) for _ in tensors]) for rid, ids, top, tensors in prompts]
         drawn = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
-        return _Pending(drawn, plan, host[: len(device)], moved, event)
+        return _Copies(drawn, host[: len(device)], moved, event)
 
     @torch.inference_mode()
     def collect(self, pending: _Pending) -> StepResult:
         """Wait for a launched step and return its ids and log-probabilities."""
-        if pending.event is not None:
-            pending.event.synchronize()
-        result = StepResult(ids=pending.ids.tolist())
-        if pending.pieces:
-            result.logprobs = pending.plan.entries(pending.pieces)
-        for rid, targets, top, tensors in pending.prompts:
+        copies = pending.copies
+        assert copies is not None, "a step is collected that was not drawn"
+        if copies.event is not None:
+            copies.event.synchronize()
+        result = StepResult(ids=copies.ids.tolist())
+        if copies.pieces:
+            result.logprobs = pending.plan.entries(copies.pieces)
+        for rid, targets, top, tensors in copies.prompts:
             entries = self.sampler.prompt_entries(targets, tensors, top)
             result.prompt_logprobs.setdefault(rid, []).extend(entries)
         return result
@@ -438,7 +457,7 @@ class ModelRunner:
     def info(self) -> dict[str, Any]:
         """JSON-ready: device, memory, kernels and why, graph buckets."""
         name = torch.cuda.get_device_name() if self.cuda else "CPU"
-        choices = [*self.model.kernel_choices(), self.sampler.choice]
+        choices = [*self.model.kernel_choices(), *self.sampler.kernel_choices()]
         return {
             "device": name,
             "torch": str(torch.__version__),

@@ -15,6 +15,7 @@ import zmq
 
 from freetoken import environ
 from freetoken.errors import FreetokenError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import (
     AbortRequest,
     AddRequest,
@@ -36,8 +37,10 @@ from freetoken.messages import (
     drain_socket,
     encode,
 )
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.server_args import Config
+from freetoken.startup import tokenizer_of
 
 logger = logging.getLogger("freetoken.scheduler")
 
@@ -78,7 +81,9 @@ class SchedulerProcess:
         self.send(Loading("starting", 0, 0, ""))
         self.runner = ModelRunner(self.config, self.progress)
         check = bool(environ.get("FREETOKEN_CHECK_INVARIANTS"))
-        self.scheduler = Scheduler(self.config, self.runner, check_invariants=check)
+        config = self.config
+        compiler = GrammarCompiler(lambda: tokenizer_of(config), config.sample_vocab, config.model.eos_token_ids)
+        self.scheduler = Scheduler(config, self.runner, grammars=Grammars(compiler), check_invariants=check)
         gc.collect()
         gc.freeze()
         self.send(Ready(self.runner.info()))

@@ -6,11 +6,14 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.radix import Node
+
+if TYPE_CHECKING:
+    from freetoken.scheduler.grammar import Constraint
 
 
 class Status(enum.Enum):
@@ -40,6 +43,8 @@ class Req:
     that the state there can be kept. ``held`` are ``(position, block)`` of states already copied out whose pages are not
     in the prefix cache yet. ``commons`` remembers, by the arrival of a resident request, how many leading tokens are the
     same.
+
+    ``constraint`` follows the output through the grammar it must match; it has seen exactly the output in ``ids``.
     """
 
     rid: str
@@ -70,6 +75,7 @@ class Req:
     node: Node | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     queue_seconds: float | None = None
+    constraint: Constraint | None = None
 
     @property
     def total_len(self) -> int:
@@ -132,6 +138,11 @@ class ScheduleBatch:
     def sampled(self) -> list[Slice]:
         """Slices that draw a token, in the order of :attr:`StepResult.ids`."""
         return [s for s in self.slices if s.sample]
+
+    @cached_property
+    def masked(self) -> list[int]:
+        """Places in :attr:`sampled` whose draw needs a token mask."""
+        return [place for place, s in enumerate(self.sampled) if s.req.constraint is not None]
 
     @property
     def num_tokens(self) -> int:

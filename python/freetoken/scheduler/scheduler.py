@@ -20,11 +20,16 @@ from freetoken.messages import AddRequest, Finish, RequestOutput, SchedulerStats
 from freetoken.scheduler import invariants, policy
 from freetoken.scheduler.admission import build_request, check_queue
 from freetoken.scheduler.allocator import page_allocator, row_allocator
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.meter import Meter
 from freetoken.scheduler.prefix import PrefixCache
 from freetoken.scheduler.radix import as_key
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
 from freetoken.server_args import Config
+
+
+COMPILE_WAIT_SECONDS = 0.01
+"""With nothing to run but requests whose grammar is being compiled, messages are looked at this often."""
 
 
 class Runner(Protocol):
@@ -47,7 +52,14 @@ class Runner(Protocol):
         """Blocks of host memory for such state, numbered from 0; taken as 0 if missing."""
 
     def launch(self, batch: ScheduleBatch) -> Any:
-        """Start a step and return a handle for :meth:`collect`, without waiting for it."""
+        """Start a step and return a handle for :meth:`collect`, without waiting for it.
+
+        Where ``batch.masked`` is not empty nothing is drawn before :meth:`draw`.
+        """
+
+    def draw(self, handle: Any, masks: Any) -> None:
+        """Draw the ids of the step launched last: ``masks [len(batch.masked), words] int32``, a bit for each id that may be
+        drawn, belong to the places in ``batch.masked``. Does not wait, and keeps no reference to ``masks``."""
 
     def collect(self, handle: Any) -> StepResult:
         """Wait for a step and return what it produced."""
@@ -72,11 +84,13 @@ class Scheduler:
         config: Config,
         runner: Runner,
         *,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         check_invariants: bool = False,
     ) -> None:
         self.config = config
         self.runner = runner
+        self.grammars = grammars
         self.pages = page_allocator(runner.num_pages)
         self.rows = row_allocator(runner.max_rows)
         self.prefix = PrefixCache(
@@ -125,6 +139,10 @@ class Scheduler:
             check_queue(len(message.ids), len(self.live), self.queued_tokens, self.config)
             pool_tokens = self.pages.total * self._page_size
             req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
+            if req.sampling.grammar is not None:
+                if self.grammars is None:
+                    raise RequestError("structured output is not served here", param=req.sampling.grammar.param)
+                self.grammars.attach(req)
         except RequestError as error:
             finish = Finish("error", None, error.message, error.status, error.code, error.param)
             self._outputs.append(RequestOutput(message.rid, [], len(message.ids), 0, 0, finish))
@@ -148,6 +166,10 @@ class Scheduler:
             self.flights.append(Flight(batch, self.runner.launch(batch)))
             self.prefix.checkpoints.launched()
             self._stats.steps += 1
+            if batch.masked:
+                self._draw_masked()
+        elif not self.flights and self.grammars is not None:
+            self.grammars.wait(list(self._window()), COMPILE_WAIT_SECONDS)
         due = len(self.flights) - (1 if batch is not None and self.config.overlap else 0)
         for _ in range(due):
             self._drain_oldest()
@@ -288,6 +310,8 @@ class Scheduler:
             self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
         )
         for req in self._queue_order():
+            if req.constraint is not None and not self._compiled(req):
+                continue
             if self.prefix.waits(req):
                 continue
             if self.resident:
@@ -303,6 +327,15 @@ class Scheduler:
                 break
         if config.schedule_policy == "lpm" and batch.new_rows:
             self._count_bypassed(batch.new_rows)
+
+    def _compiled(self, req: Req) -> bool:
+        """Whether the grammar of a waiting request is there; one that cannot be had ends the request."""
+        assert self.grammars is not None and req.constraint is not None
+        if self.grammars.ready(req):
+            return True
+        if req.constraint.failed is not None:
+            self._end(req, req.constraint.failed)
+        return False
 
     def _window(self) -> Iterable[Req]:
         """The waiting requests a step looks at."""
@@ -372,6 +405,19 @@ class Scheduler:
                 self.decoding.append(req)
         return length
 
+    def _draw_masked(self) -> None:
+        """Draw the step just launched, some of whose rows follow a grammar: their masks need all tokens before it."""
+        assert self.grammars is not None
+        while len(self.flights) > 1:
+            self._drain_oldest()
+        batch, handle = self.flights[0]
+        pieces = [batch.sampled[place] for place in batch.masked]
+        masks, ended = self.grammars.fill([s.req for s in pieces], [s.out_index for s in pieces])
+        for req, finish in ended:
+            self._end(req, finish)
+        self._forget_ended()
+        self.runner.draw(handle, masks)
+
     # --- draining ----------------------------------------------------------------------------------------------------
 
     def _drain_oldest(self) -> None:
@@ -418,10 +464,10 @@ class Scheduler:
         req.pending -= 1
         req.ids.append(token)
         count = len(req.ids) - req.prompt_len
-        finish = None
-        if token in req.stop_ids and count > req.sampling.min_new_tokens:
+        finish = self.grammars.finish(req, token) if req.constraint is not None and self.grammars is not None else None
+        if req.constraint is None and token in req.stop_ids and count > req.sampling.min_new_tokens:
             finish = Finish("stop", token)
-        elif count >= req.max_new_tokens:
+        elif finish is None and count >= req.max_new_tokens:
             finish = Finish("length")
         output = RequestOutput(req.rid, [token], req.prompt_len, count, req.cached_tokens, finish)
         if logprob is not None:
