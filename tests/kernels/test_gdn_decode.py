@@ -278,6 +278,9 @@ def test_split_heads_need_scratch_memory() -> None:
 def test_settings() -> None:
     assert pick_config(128, 128) == DecodeConfig(128, 8)
     assert pick_config(256, 256) == DecodeConfig(64, 8)
+    assert pick_config(128, 128, 48) == DecodeConfig(64, 8)
+    assert pick_config(128, 128, 8 * 48) == DecodeConfig(128, 8, prefetch=False)
+    assert pick_config(64, 64, 48) == DecodeConfig(64, 2)
     found = candidates(128, 128)
     assert found[0] == pick_config(128, 128) and len(found) == len(set(found)) > 10
     assert {config.splits(128) for config in found} >= {1, 2, 4}

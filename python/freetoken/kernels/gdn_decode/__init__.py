@@ -33,7 +33,7 @@ class GdnDecode:
         """Prepare for batches of up to ``batch`` with states like ``rec_state`` (scratch memory, where heads are split); called
         before the first step."""
         heads, dv, dk = rec_state.shape[1:]
-        if self._fused and (self._config or pick_config(dv, dk)).splits(dv) > 1:
+        if self._fused and (self._config or pick_config(dv, dk, heads)).splits(dv) > 1:
             self._scratch.reserve(batch, heads, dv, rec_state.device)
 
     def __call__(

@@ -255,7 +255,7 @@ def gdn_decode(
     out = torch.empty((batch, heads * dv), dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
-    config = config or pick_config(dv, dk)
+    config = config or pick_config(dv, dk, batch * heads)
     splits = config.splits(dv)
     parts, arrivals = out, slots
     if splits > 1:
