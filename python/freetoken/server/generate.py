@@ -126,9 +126,11 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
-    fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
+    fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs") and name != "grammar"}
     fields["sampling_seed"] = "seed"
-    warn_unknown(given, {*fields, *_UNSERVED_SAMPLING})
+    for name in given:
+        if name not in fields and name not in _UNSERVED_SAMPLING:
+            raise RequestError(f"unknown sampling parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
     reader = SamplingReader(config.model.sampling_defaults)
     reader.set("max_new_tokens", DEFAULT_NEW_TOKENS, "max_new_tokens")
     reader.read(given, fields)

@@ -20,10 +20,11 @@ from freetoken import messages
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
 from freetoken.server import metrics, wire
+from freetoken.server.chat import read_chat_prompt, read_tools
 from freetoken.server.frontend import Frontend
 from freetoken.server.generate import GenerateWriter, read_generate
 from freetoken.server.generation import Prompt
-from freetoken.server.openai import WireRequest, read_chat, read_chat_prompt, read_completion
+from freetoken.server.openai import WireRequest, read_chat, read_completion
 from freetoken.server.openai_response import OpenAIWriter
 from freetoken.server.responses import JSON, GenerationResponse, error_response
 
@@ -101,7 +102,13 @@ class Server:
         return self._openai(read_completion(await self._body(request), self.config))
 
     def _openai(self, wired: WireRequest) -> Response:
-        writer = OpenAIWriter(wired, self.frontend.tokenizer, self.config.served_model_name, int(time.time()))
+        writer = OpenAIWriter(
+            wired,
+            self.frontend.tokenizer,
+            self.config.served_model_name,
+            int(time.time()),
+            self.frontend.dialects,
+        )
         return GenerationResponse(self.frontend, wired.spec, writer)
 
     async def generate(self, request: Request) -> Response:
@@ -121,8 +128,8 @@ class Server:
         if body.get("prompt") is None and body.get("messages") is None:
             raise RequestError("give prompt or messages", param="prompt")
         if body.get("prompt") is None:
-            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body), param="messages")
-            ids = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False))
+            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body, read_tools(body)), param="messages")
+            ids = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False)[0])
             return JSON({"tokens": ids, "count": len(ids), "max_model_len": limit})
         texts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         if not all(isinstance(text, str) for text in texts):
@@ -195,6 +202,8 @@ class Server:
                 "version": freetoken.__version__,
                 "status": self.frontend.status.state,
                 "args": self.config.public(),
+                "reasoning_parser": self.frontend.dialects.reasoning,
+                "tool_call_parser": self.frontend.dialects.tool_calls,
                 **self.frontend.info,
                 "live": live,
                 "stats": msgspec.to_builtins(self.frontend.stats),
@@ -243,6 +252,7 @@ def build_app(frontend: Frontend) -> ASGIApp:
     server = Server(frontend)
     for path, method, handler in _routes(server):
         app.add_api_route(path, handler, methods=method.split(), response_class=JSON, openapi_extra=_extra(method))
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
     if frontend.config.enable_metrics:
         app.add_api_route("/metrics", server.metrics, methods=["GET"])
     app.add_exception_handler(RequestError, _on_request_error)

@@ -58,6 +58,11 @@ class Dialects:
         found = REASONING[self.reasoning].markers if self.reasoning != NONE else ()
         return (*found, *TOOL_CALLS[self.tool_calls].markers) if tools and self.tool_calls != NONE else found
 
+    def leaves_open(self, prompt: str, continued: str | None) -> bool:
+        """Whether an output begins inside a block of thoughts, by the end of its rendered prompt; see
+        :func:`think.leaves_open`."""
+        return self.reasoning != NONE and think.leaves_open(prompt, continued)
+
     def parser(self, tools: Sequence[Tool], *, thinking: bool, separate: bool = True) -> OutputParser:
         """For one output. ``thinking`` says that the prompt has opened a block of thoughts; without ``separate`` they
         stay in the text, as the model writes them."""

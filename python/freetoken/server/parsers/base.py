@@ -19,11 +19,22 @@ MAX_NAME = 256
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the model may call; ``parameters`` is the JSON schema of its arguments."""
+    """A function the model may call.
+
+    ``parameters`` is the JSON schema of its arguments, ``param`` the schema's place in the request; with ``strict`` the
+    arguments must match it.
+    """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    param: str = "tools"
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        about = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.parameters}}
 
 
 @dataclass
