@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from freetoken.server.generation import GenEvent
@@ -102,3 +102,51 @@ class Answer:
             else:
                 answer.calls[delta.index].whole = True
         return answer
+
+
+@dataclass
+class Block:
+    """A run of one kind in an output: ``reasoning``, ``text`` or a ``call`` of ``name``; ``text`` is all of it so far."""
+
+    kind: str
+    index: int
+    name: str = ""
+    text: str = ""
+    whole: bool = True
+
+
+class Blocks:
+    """One output as a row of blocks, for protocols that number them."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, deltas: Sequence[Delta]) -> Iterator[tuple[str, Block, str]]:
+        """What happens to which block: ``start``, ``delta`` (with the text that is added) or ``stop``."""
+        for delta in deltas:
+            if isinstance(delta, CallEnd):
+                if self._open is not None:
+                    self._open.whole = True
+                yield from self.close()
+            elif isinstance(delta, CallStart):
+                yield from self._begin(Block("call", len(self.all), delta.name, whole=False))
+            else:
+                kind = "text" if isinstance(delta, Text) else "reasoning" if isinstance(delta, Reasoning) else "call"
+                if self._open is None or self._open.kind != kind:
+                    yield from self._begin(Block(kind, len(self.all)))
+                assert self._open is not None
+                self._open.text += delta.text
+                yield "delta", self._open, delta.text
+
+    def _begin(self, block: Block) -> Iterator[tuple[str, Block, str]]:
+        yield from self.close()
+        self._open = block
+        self.all.append(block)
+        yield "start", block, ""
+
+    def close(self) -> Iterator[tuple[str, Block, str]]:
+        """The output is over."""
+        block, self._open = self._open, None
+        if block is not None:
+            yield "stop", block, ""

@@ -19,7 +19,16 @@ from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.openai_response import DONE, finite, sse
-from freetoken.server.wire import SamplingReader, boolean, integer, mapping, refuse_unserved, token_ids, warn_unknown
+from freetoken.server.wire import (
+    SamplingReader,
+    boolean,
+    error_object,
+    integer,
+    mapping,
+    refuse_unserved,
+    token_ids,
+    warn_unknown,
+)
 from freetoken.server_args import Config
 
 DEFAULT_NEW_TOKENS = 128
@@ -126,7 +135,9 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
-    fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs") and name != "grammar"}
+    fields = {
+        name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs") and name != "grammar"
+    }
     fields["sampling_seed"] = "seed"
     for name in given:
         if name not in fields and name not in _UNSERVED_SAMPLING:
@@ -168,6 +179,10 @@ class GenerateWriter:
 
     def end(self) -> bytes:
         return DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that cannot go on."""
+        return sse(error_object(error))
 
     def whole(self, events: list[GenEvent]) -> bytes:
         """The answer from each choice's one event."""

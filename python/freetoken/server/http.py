@@ -20,12 +20,16 @@ from freetoken import messages
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
 from freetoken.server import metrics, wire
+from freetoken.server.anthropic import read_messages_request
+from freetoken.server.anthropic_response import MessagesWriter
 from freetoken.server.chat import read_chat_prompt, read_tools
 from freetoken.server.frontend import Frontend
 from freetoken.server.generate import GenerateWriter, read_generate
 from freetoken.server.generation import Prompt
 from freetoken.server.openai import WireRequest, read_chat, read_completion
 from freetoken.server.openai_response import OpenAIWriter
+from freetoken.server.openai_responses import read_responses
+from freetoken.server.openai_responses_writer import ResponsesWriter
 from freetoken.server.responses import JSON, GenerationResponse, error_response
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health" and not self._allowed(scope["headers"]):
             error = RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -116,6 +120,26 @@ class Server:
         self.frontend.check_serving()
         read = read_generate(await self._body(request), self.config)
         return GenerationResponse(self.frontend, read.spec, GenerateWriter(read, self.frontend.tokenizer))
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's messages, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_messages_request(await self._body(request), self.config)
+        writer = MessagesWriter(read, self.config.served_model_name, self.frontend.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Prompt tokens of a body of ``/v1/messages``."""
+        prompt = read_messages_request(await self._body(request), self.config, counting=True).spec.prompts[0]
+        ids, _ = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False))
+        return JSON({"input_tokens": len(ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses without a store, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_responses(await self._body(request), self.config)
+        writer = ResponsesWriter(read, self.config.served_model_name, int(time.time()), self.frontend.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -266,6 +290,9 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
     return [
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
+        ("/v1/messages", "POST", server.messages),
+        ("/v1/messages/count_tokens", "POST", server.count_tokens),
+        ("/v1/responses", "POST", server.responses),
         ("/v1/models", "GET", server.models),
         ("/v1/models/{name:path}", "GET", server.model),
         ("/generate", "POST", server.generate),
@@ -290,7 +317,7 @@ def _extra(method: str) -> dict[str, Any] | None:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -301,7 +328,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     response = error_response(
-        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code)
+        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code),
+        request.url.path,
     )
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
@@ -315,4 +343,5 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_crash(request: Request, error: Exception) -> Response:
     """The process edge: the trace goes to the log, one sentence to the client."""
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(RequestError("internal error; the log has details", status=500, code="internal_error"))
+    internal = RequestError("internal error; the log has details", status=500, code="internal_error")
+    return error_response(internal, request.url.path)

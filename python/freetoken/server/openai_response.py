@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from freetoken.errors import RequestError
 from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.chat_output import Answer, ChatOutputs, ChatStyle, new_call_id
@@ -13,6 +14,7 @@ from freetoken.server.detokenizer import REPLACEMENT, OutputText, Tokenizer
 from freetoken.server.generation import GenEvent, usage_of
 from freetoken.server.openai import WireRequest
 from freetoken.server.parsers import CallArguments, CallStart, Delta, Dialects, Reasoning, Text
+from freetoken.server.wire import error_object
 
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
@@ -122,6 +124,10 @@ class OpenAIWriter:
             return DONE
         usage = usage_of(self._request.spec, self._last).wire()
         return sse({**self._head_chunk, "choices": [], "usage": usage}) + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that cannot go on."""
+        return sse(error_object(error))
 
     # --- whole --------------------------------------------------------------------------------------------------------
 
