@@ -115,7 +115,7 @@ def _thinking(body: Mapping[str, Any]) -> bool:
         raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking.type")
     if integer(value, "budget_tokens", 1, MAX_TOKENS) is not None:
         log.debug("thinking.budget_tokens is not enforced; max_tokens is")
-    return value["type"] != "disabled"
+    return bool(value["type"] != "disabled")
 
 
 def _output_config(body: Mapping[str, Any]) -> tuple[str | None, Grammar | None]:

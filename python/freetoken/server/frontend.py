@@ -1,6 +1,6 @@
 """Between HTTP and the scheduler: admission, template, tokeniser, detokeniser, aborts, and the scheduler's fate.
 
-Everything here runs on the event loop except :meth:`Frontend._prepare` (thread pool) and ``receiver`` (one thread
+Everything here runs on the event loop except :meth:`Prompts.prepare` (thread pool) and ``receiver`` (one thread
 that blocks on the scheduler's socket and hands each step's events over in one piece). Torch-free.
 """
 
@@ -21,16 +21,13 @@ import zmq
 from freetoken import messages
 from freetoken.errors import RequestError
 from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
-from freetoken.models import registry
 from freetoken.sampling_params import SamplingParams
-from freetoken.server import parsers
 from freetoken.server.choice import Choice, Generation
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.metrics import Metrics
-from freetoken.server.parsers import Dialects
+from freetoken.server.prompts import Prepared, Prompts
 from freetoken.server.receiver import Receiver
-from freetoken.server.template import ChatTemplate
 from freetoken.server_args import Config
 
 log = logging.getLogger(__name__)
@@ -69,8 +66,7 @@ class Frontend:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.template = ChatTemplate.load(config.chat_template, tokenizer)
-        self.dialects = self._choose_dialects()
+        self.prompts = Prompts(config, tokenizer)
         self.metrics = Metrics()
         self.status = Status()
         self.info: dict[str, Any] = {}
@@ -87,19 +83,6 @@ class Frontend:
         self._call_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="freetoken-tokenize")
-
-    def _choose_dialects(self) -> Dialects:
-        row = registry.find(self.config.model.architecture)
-        dialects, reasons = parsers.choose(
-            self.template.sources if self.template is not None else "",
-            reasoning=self.config.reasoning_parser,
-            tool_calls=self.config.tool_call_parser,
-            by_model=(row.reasoning_parser, row.tool_call_parser),
-        )
-        for name, chosen in (("reasoning_parser", dialects.reasoning), ("tool_call_parser", dialects.tool_calls)):
-            if name in reasons:
-                log.info("%s = %s: %s", name, chosen, reasons[name])
-        return dialects
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -240,37 +223,28 @@ class Frontend:
         """Prepare an admitted request on a thread and send its sequences; see :meth:`Generation.start`."""
         arrival = time.monotonic()
         spec = generation.spec
-        prompts = await self._loop.run_in_executor(self._pool, self._prepare, spec)
+        prompts = await self._loop.run_in_executor(self._pool, self.prompts.prepare, spec)
         generation.check_client()
         if generation.failure is not None:
             return
         if generation.aborted:
             generation.end_all("abort", None)
             return
-        tokens = sum(len(ids) * prompt.sampling.n for (ids, _), prompt in zip(prompts, spec.prompts))
+        tokens = sum(len(prepared.ids) * prepared.sampling.n for prepared in prompts)
         self._check_queue_tokens(tokens, generation.reserved_tokens)
         self._waiting_tokens += tokens - generation.reserved_tokens
         generation.reserved_tokens = 0
         try:
-            for (ids, thinking), prompt in zip(prompts, spec.prompts):
-                self._send_prompt(generation, ids, thinking, prompt, arrival)
+            for prompt, prepared in zip(spec.prompts, prompts):
+                self._send_prompt(generation, prompt, prepared, arrival)
         except BaseException:
             unsent = tokens - sum(choice.num_prompt_tokens for choice in generation.choices)
             self._waiting_tokens -= unsent
             raise
 
-    def _shown_ids(self, prompt: Prompt) -> list[int]:
-        """Special tokens that the parsers must see."""
-        if prompt.chat is None:
-            return []
-        markers = self.dialects.markers(tools=bool(prompt.chat.tools))
-        return [token for token in self.tokenizer.special_ids if self.tokenizer.token_text(token) in markers]
-
-    def _send_prompt(
-        self, generation: Generation, ids: list[int], thinking: bool, prompt: Prompt, arrival: float
-    ) -> None:
-        spec, sampling = generation.spec, prompt.sampling
-        shown = self._shown_ids(prompt)
+    def _send_prompt(self, generation: Generation, prompt: Prompt, prepared: Prepared, arrival: float) -> None:
+        spec, ids, sampling = generation.spec, prepared.ids, prepared.sampling
+        shown = self.prompts.shown_ids(prompt)
         for number in range(sampling.n):
             one = sampling if sampling.n == 1 else _nth(sampling, number)
             index = len(generation.choices)
@@ -286,53 +260,13 @@ class Frontend:
                 interval=interval,
                 arrival=arrival,
                 shown=shown,
-                thinking=thinking,
+                thinking=prepared.thinking,
             )
             generation.choices.append(choice)
             self.live[rid] = choice
             if not self._try_send(AddRequest(rid, ids, one)):
                 raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
             self.metrics.requests.inc()
-
-    def _prepare(self, spec: GenSpec) -> list[tuple[list[int], bool]]:
-        return [self.prompt_ids(prompt) for prompt in spec.prompts]
-
-    def prompt_ids(self, prompt: Prompt, *, check_length: bool = True) -> tuple[list[int], bool]:
-        """Render and tokenise one prompt (slow: not for the event loop): its ids, and whether the output begins inside a
-        block of thoughts. :class:`RequestError` 400 for a bad one."""
-        thinking = False
-        if prompt.ids is not None:
-            ids = prompt.ids
-        elif prompt.chat is not None:
-            if self.template is None:
-                raise RequestError(
-                    "the model has no chat template: use /v1/completions, or start the server with --chat-template",
-                    param="messages",
-                    code="no_chat_template",
-                )
-            text = self.template.render(prompt.chat)
-            thinking = self.dialects.leaves_open(text, prompt.chat.continued)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
-        if not check_length:
-            return ids, thinking
-        if not ids:
-            raise RequestError("the prompt is empty", param=prompt.param)
-        if len(ids) >= self.config.context_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.config.context_length} with at least "
-                "one for the output (--context-length)",
-                param=prompt.param,
-                code="context_length_exceeded",
-            )
-        vocab = self.config.model.vocab_size
-        if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
-            raise RequestError(
-                f"token ids must lie between 0 and {vocab - 1}, the model's vocabulary", param=prompt.param
-            )
-        prompt.sampling.check_vocabulary(vocab)
-        return ids, thinking
 
     # --- events from the receiving thread -----------------------------------------------------------------------------
 

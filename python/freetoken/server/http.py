@@ -111,7 +111,7 @@ class Server:
             self.frontend.tokenizer,
             self.config.served_model_name,
             int(time.time()),
-            self.frontend.dialects,
+            self.frontend.prompts.dialects,
         )
         return GenerationResponse(self.frontend, wired.spec, writer)
 
@@ -121,24 +121,24 @@ class Server:
         read = read_generate(await self._body(request), self.config)
         return GenerationResponse(self.frontend, read.spec, GenerateWriter(read, self.frontend.tokenizer))
 
-    async def messages(self, request: Request) -> Response:
+    async def anthropic_messages(self, request: Request) -> Response:
         """Anthropic's messages, whole or streamed."""
         self.frontend.check_serving()
         read = read_messages_request(await self._body(request), self.config)
-        writer = MessagesWriter(read, self.config.served_model_name, self.frontend.dialects)
+        writer = MessagesWriter(read, self.config.served_model_name, self.frontend.prompts.dialects)
         return GenerationResponse(self.frontend, read.spec, writer)
 
     async def count_tokens(self, request: Request) -> Response:
         """Prompt tokens of a body of ``/v1/messages``."""
         prompt = read_messages_request(await self._body(request), self.config, counting=True).spec.prompts[0]
-        ids, _ = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False))
+        ids, _ = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False))
         return JSON({"input_tokens": len(ids)})
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses without a store, whole or streamed."""
         self.frontend.check_serving()
         read = read_responses(await self._body(request), self.config)
-        writer = ResponsesWriter(read, self.config.served_model_name, int(time.time()), self.frontend.dialects)
+        writer = ResponsesWriter(read, self.config.served_model_name, int(time.time()), self.frontend.prompts.dialects)
         return GenerationResponse(self.frontend, read.spec, writer)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Server:
             raise RequestError("give prompt or messages", param="prompt")
         if body.get("prompt") is None:
             prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body, read_tools(body)), param="messages")
-            ids = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False)[0])
+            ids = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False)[0])
             return JSON({"tokens": ids, "count": len(ids), "max_model_len": limit})
         texts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         if not all(isinstance(text, str) for text in texts):
@@ -226,8 +226,8 @@ class Server:
                 "version": freetoken.__version__,
                 "status": self.frontend.status.state,
                 "args": self.config.public(),
-                "reasoning_parser": self.frontend.dialects.reasoning,
-                "tool_call_parser": self.frontend.dialects.tool_calls,
+                "reasoning_parser": self.frontend.prompts.dialects.reasoning,
+                "tool_call_parser": self.frontend.prompts.dialects.tool_calls,
                 **self.frontend.info,
                 "live": live,
                 "stats": msgspec.to_builtins(self.frontend.stats),
@@ -290,7 +290,7 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
     return [
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
-        ("/v1/messages", "POST", server.messages),
+        ("/v1/messages", "POST", server.anthropic_messages),
         ("/v1/messages/count_tokens", "POST", server.count_tokens),
         ("/v1/responses", "POST", server.responses),
         ("/v1/models", "GET", server.models),

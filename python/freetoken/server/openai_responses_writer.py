@@ -60,7 +60,7 @@ class ResponsesWriter:
             place["content_index"] = 0
         name = _DELTAS[block.kind]
         if what == "delta":
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             return [self._event(f"{name}.delta", **place, delta=text, **logprobs)]
         item = {"output_index": block.index, "item": self._item(block, "in_progress" if what == "start" else "")}
         if what == "start":

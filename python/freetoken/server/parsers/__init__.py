@@ -6,9 +6,10 @@ A dialect is chosen by the operator, else by the marks in the chat template, els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.parsers import hermes, llama, qwen3_coder, think
 from freetoken.server.parsers.base import (
     CallArguments,
@@ -35,6 +36,7 @@ __all__ = [
     "Text",
     "Tool",
     "choose",
+    "join",
 ]
 
 NONE = "none"
@@ -48,10 +50,27 @@ REASONING: dict[str, type[think.ThinkParser]] = {"qwen3": think.ThinkParser}
 
 @dataclass(frozen=True)
 class Dialects:
-    """What the served model speaks: names of :data:`REASONING` and :data:`TOOL_CALLS`, or ``none``."""
+    """What the served model speaks: names of :data:`REASONING` and :data:`TOOL_CALLS`, or ``none``.
+
+    ``special`` maps the marks that are special tokens to their ids; ``thinking_end`` is the id of the token that ends the
+    thoughts, ``None`` if they end with several.
+    """
 
     reasoning: str = NONE
     tool_calls: str = NONE
+    special: Mapping[str, int] = field(default_factory=dict)
+    thinking_end: int | None = None
+
+    def with_tokens(self, tokenizer: Tokenizer) -> Dialects:
+        """The same, knowing the tokens of the marks."""
+        marks = self.markers(tools=True)
+        texts = {tokenizer.token_text(token): token for token in tokenizer.special_ids}
+        end = tokenizer.encode(REASONING[self.reasoning].markers[1], False) if self.reasoning != NONE else []
+        return replace(
+            self,
+            special={mark: texts[mark] for mark in marks if mark in texts},
+            thinking_end=end[0] if len(end) == 1 else None,
+        )
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Marks that must reach the parser even where they are special tokens."""
