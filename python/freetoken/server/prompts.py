@@ -13,7 +13,7 @@ from freetoken.models import registry
 from freetoken.sampling_params import SamplingParams
 from freetoken.server import parsers
 from freetoken.server.detokenizer import Tokenizer
-from freetoken.server.generation import GenSpec, Prompt
+from freetoken.server.generation import ChatPrompt, GenSpec, Prompt
 from freetoken.server.parsers import Dialects
 from freetoken.server.template import ChatTemplate
 from freetoken.server.tool_grammar import tool_grammar
@@ -59,12 +59,7 @@ class Prompts:
         sampling = prompt.sampling
         if prompt.chat is None:
             return sampling
-        if prompt.chat.tools and self.dialects.tool_calls == parsers.NONE:
-            raise RequestError(
-                "tools are not supported: the server was started with --tool-call-parser none",
-                param="tools",
-                code="unsupported_parameter",
-            )
+        self._check_ability(prompt.chat)
         grammar = tool_grammar(
             self.dialects.tool_calls, prompt.chat.tools, prompt.tool_choice, self.dialects.special, sampling.grammar
         )
@@ -77,6 +72,23 @@ class Prompts:
                 )
             grammar = msgspec.structs.replace(grammar, after=self.dialects.thinking_end)
         return msgspec.structs.replace(sampling, grammar=grammar) if grammar != sampling.grammar else sampling
+
+    def _check_ability(self, chat: ChatPrompt) -> None:
+        """:class:`RequestError` for what this model cannot do."""
+        code = "unsupported_parameter"
+        calls = self.dialects.tool_calls
+        if chat.tools and calls == parsers.NONE:
+            raise RequestError(
+                "tools are not supported: the server was started with --tool-call-parser none", param="tools", code=code
+            )
+        if chat.tools and self.template is not None and not self.template.knows_tools and calls != "hermes":
+            raise RequestError(
+                f"tools are not supported: the chat template knows none, and --tool-call-parser {calls} needs one that does",
+                param="tools",
+                code=code,
+            )
+        if chat.thinking and self.dialects.reasoning == parsers.NONE:
+            raise RequestError("thinking is not supported: this model has none", param="thinking", code=code)
 
     def ids(self, prompt: Prompt, *, check_length: bool = True) -> tuple[list[int], bool]:
         """Render and tokenise one prompt (slow: not for the event loop): its ids, and whether the output begins inside a
