@@ -57,7 +57,7 @@ QWEN35 = """\
 {%- endfor %}{{- '</function>\\n</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}
-{%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
 {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- else %}{{- raise_exception('Unexpected message role.') }}{%- endif %}

@@ -61,7 +61,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_text(qwen: Served, client: anthropic.Anthropic) -> None:
-    answer = ask(client, messages=say("héllo"), system="Be brief.", temperature=0.5)
+    answer = ask(client, messages=say("héllo"), system="Be brief.", extra_body={"temperature": 0.5})
     assert answer.content[0].text == "héllo" and answer.stop_reason == "end_turn" and answer.role == "assistant"
     assert answer.usage.output_tokens == len("héllo".encode()) + 1
     assert answer.usage.cache_read_input_tokens == 7
@@ -125,7 +125,7 @@ def test_ends(qwen: Served, client: anthropic.Anthropic) -> None:
     answer = ask(client, messages=say("one two three"), max_tokens=3)
     assert (answer.content[0].text, answer.stop_reason) == ("one", "max_tokens")
     answer = ask(client, messages=say(XML_CALL), max_tokens=70, tools=[TOOL])
-    assert answer.stop_reason == "max_tokens" and answer.content[0].input in ({"city": "Bern"}, {"city": "Ber"})
+    assert answer.stop_reason == "max_tokens" and answer.content[0].input == {}
     assert ask(client, messages=say("")).content == []
 
 
@@ -169,7 +169,7 @@ def test_count_tokens(qwen: Served, client: anthropic.Anthropic) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 5}]}]},
          "messages[0].content[0].input"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]}, "last message"),
         ({"system": 5}, "system"), ({"system": [{"type": "image"}]}, "system[0].type"), ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": 200}, "temperature"), ({"top_k": "x"}, "top_k"), ({"tools": [1]}, "tools[0]"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"), ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),

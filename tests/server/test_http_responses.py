@@ -114,7 +114,8 @@ def test_limits_and_cuts(qwen: Served) -> None:
 
 
 def test_choices_and_forms(qwen: Served) -> None:
-    ask(qwen, input=say(f"</think>{XML_CALL}"), tools=[TOOL], tool_choice={"type": "function", "name": "weather"})
+    choice = {"type": "function", "name": "weather"}
+    ask(qwen, input=say(XML_CALL), tools=[TOOL], tool_choice=choice, reasoning={"effort": "none"})
     assert "weather" in qwen.fake.added[-1].sampling.grammar.text
     ask(qwen, input=say("x"), reasoning={"effort": "none", "summary": "auto"}, text={"format": {"type": "json_object"}})
     assert qwen.tokenizer.encoded[-1].endswith("</think>\n\n")

@@ -296,7 +296,8 @@ def test_scanner_stops_at_broken_json(text: str) -> None:
 
 
 def test_what_a_cut_object_still_says() -> None:
-    assert json.loads(complete_object('{"a": "par')) == {"a": "par"}
+    assert json.loads(complete_object('{"a": "par')) == {}
+    assert json.loads(complete_object('{"a": "part", "b": "c')) == {"a": "part"}
     assert json.loads(complete_object('{"a": 1, "b')) == {"a": 1}
     assert json.loads(complete_object('{"a": [1, {"b": 12')) == {"a": [1, {"b": 12}]}
     assert complete_object("") == complete_object("[1") == "{}"

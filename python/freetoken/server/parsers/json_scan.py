@@ -152,21 +152,19 @@ class JsonScanner:
 
     @property
     def closable(self) -> bool:
-        """Whether nothing but quotes and brackets is missing: not after a comma or a colon, nor inside a key, an escape or
-        a word."""
-        if self._escape or self._literal:
+        """Whether nothing but brackets is missing: not after a comma or a colon, nor inside a string or a word."""
+        if self.in_string or self._literal:
             return False
-        if self.in_string:
-            return not self._is_key
         return self._number in _WHOLE if self._number else self._expect.endswith("or end")
 
     def closing(self) -> str:
-        """The quotes and brackets that are missing."""
-        return ('"' if self.in_string else "") + "".join(reversed(self._closers))
+        """The brackets that are missing."""
+        return "".join(reversed(self._closers))
 
 
 def complete_object(text: str) -> str:
-    """The JSON object that ``text`` is the beginning of, as far as it goes; ``{}`` when that is none."""
+    """The JSON object that ``text`` is the beginning of, as far as it goes, without a string that is cut off; ``{}`` when it
+    is none."""
     scanner, cut = JsonScanner(), 0
     try:
         for at, character in enumerate(text):
