@@ -25,6 +25,7 @@ TORCH_FREE = (
     "launch_server",
     "server",
     "scheduler",
+    "grammar",
     "models/config",
     "models/parse",
     "models/registry",
@@ -45,8 +46,9 @@ HEAVY = ("torch", "transformers", "triton", "safetensors.torch")
 
 # Which rooms a room may import from. Rooms and files at the top that are not named here are leaves for everybody.
 ROOMS = {
-    "server": {"server", "loader", "models"},
-    "scheduler": {"scheduler", "runner"},
+    "server": {"server", "loader", "models", "grammar"},
+    "scheduler": {"scheduler", "runner", "grammar"},
+    "grammar": {"grammar"},
     "runner": {"runner", "models", "kernels", "loader", "scheduler"},
     "models": {"models", "kernels", "runner"},
     "loader": {"loader", "models"},

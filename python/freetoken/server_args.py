@@ -153,6 +153,11 @@ class ServerArgs:
     schedule_policy: str = _flag(
         "fcfs", "scheduling", "Order of the queue: first come, or longest prefix match.", choices=("fcfs", "lpm")
     )
+    enable_priority_scheduling: bool = _flag(
+        False,
+        "scheduling",
+        "Serve requests by their `priority`, higher first; one that does not fit takes the place of lower ones.",
+    )
     disable_radix_cache: bool = _flag(False, "scheduling", "Do not reuse the KV of shared prefixes.")
     disable_overlap_schedule: bool = _flag(False, "scheduling", "Plan a step only after the one before has ended.")
 
@@ -227,6 +232,7 @@ class Config:
     chunked_prefill_size: int
     max_prefill_tokens: int
     schedule_policy: str
+    priority_scheduling: bool
     radix_cache: bool
     overlap: bool
     attention_backend: str
@@ -456,6 +462,7 @@ def resolve(
         chunked_prefill_size=chunk,
         max_prefill_tokens=max(prefill, chunk),
         schedule_policy=args.schedule_policy,
+        priority_scheduling=args.enable_priority_scheduling,
         radix_cache=not args.disable_radix_cache,
         overlap=overlap,
         attention_backend=backend,

@@ -55,7 +55,7 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]), ("tool_choice", {"type": "allowed_tools"}), ("reasoning", {"effort": "low"}),
-        ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}), ("regex", "a+"), ("ebnf", "a"),
+        ("function_call", {"name": "f"}), ("response_format", {"type": "structural_tag"}), ("guided_regex", "a+"), ("json_schema", {}),
         ("reasoning_effort", "high"), ("stream_reasoning", False), ("priority", 1), ("modalities", ["text", "audio"]),
         ("audio", {}), ("prediction", {}), ("best_of", 2), ("store", True), ("service_tier", "flex"),
         ("web_search_options", {}), ("echo", True),
@@ -244,7 +244,7 @@ def test_template_refusal_is_the_clients() -> None:
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_tokens": 5}}, "max_tokens"),
         ({"text": "a", "sampling_params": {"grammar": {"kind": "regex"}}}, "grammar"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"), ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "sampling_params": {"structural_tag": "a"}}, "structural_tag"), ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 30}, "top_logprobs_num"), ({"text": "a", "rid": 5}, "rid"),
     ],

@@ -285,6 +285,35 @@ def sample(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def token_mask(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.token_mask import TokenMask
+
+    fused, reference = (TokenMask(_choice("token_mask", impl)) for impl in ("triton", "reference"))
+    cases = []
+    for rows in [count for count in sizes.tokens if count <= 64]:
+        logits = _random(device, torch.float32, rows, sizes.vocab)
+        places = torch.randperm(rows, device=device)
+        words = -(-sizes.vocab // 32)
+        # Most of a vocabulary is closed at any place of a grammar: about one id in sixteen is open here.
+        bits = [torch.randint(-(2**31), 2**31, (rows, words), device=device) for _ in range(4)]
+        masks = (bits[0] & bits[1] & bits[2] & bits[3]).to(torch.int32)
+
+        def call(op: Any, logits: Any = logits, places: Any = places, masks: Any = masks) -> Callable[[], Tensors]:
+            # In place, so each implementation has a copy of its own to be compared.
+            own = logits.clone()
+
+            def run() -> Tensors:
+                op(own, places, masks)
+                return (own,)
+
+            return run
+
+        moved = masks.numel() * 4 + 15 / 16 * logits.numel() * 4
+        shape = {"rows": rows, "vocab": sizes.vocab}
+        cases.append(Case(shape, call(fused), call(reference), moved, exact=True))
+    return cases
+
+
 def gdn_conv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.gdn_conv import GdnConv, pack_weight
 
@@ -411,6 +440,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "attn_decode": attn_decode,
     "attn_prefill": attn_prefill,
     "sample": sample,
+    "token_mask": token_mask,
     "gdn_conv": gdn_conv,
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,

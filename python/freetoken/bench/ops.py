@@ -29,6 +29,7 @@ NAMES = (
     "attn_decode",
     "attn_prefill",
     "sample",
+    "token_mask",
     "gdn_conv",
     "gdn_decode",
     "gdn_prefill",

@@ -96,7 +96,14 @@ class GrammarCompiler:
         """
         found = self._find(grammar)
         if found is None:
-            found = self._build(grammar)
+            try:
+                found = self._build(grammar)
+            except Exception:
+                raise
+            except BaseException as error:  # a panic of the library, which is about this grammar alone
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                found = "", f"the grammar library failed: {one_line(str(error))}"
             self._keep((grammar.kind, grammar.text), found)
         if isinstance(found, LLMatcher):
             return found

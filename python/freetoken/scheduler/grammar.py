@@ -10,6 +10,7 @@ A matcher stands exactly behind the request's tokens on the host, so a retractio
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.grammar.schema import one_line
 from freetoken.messages import Finish
 from freetoken.scheduler.request import Req, Status
+
+logger = logging.getLogger("freetoken.scheduler")
 
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 30.0
@@ -64,10 +67,15 @@ class Constraint:
                 self.failed = self._failure("the grammar was not compiled in time; try again", 503, "grammar_timeout")
             return False
         building, self.building = self.building, None
-        try:
-            self._matcher = building.result().deep_copy()
-        except RequestError as error:
+        error = building.exception()
+        if isinstance(error, RequestError):
             self.failed = Finish("error", None, error.message, error.status, error.code, error.param)
+        elif error is not None:
+            # A fault of ours or of the library, which is no reason to end the requests that have no part in it.
+            logger.error("a grammar could not be compiled", exc_info=error)
+            self.failed = self._failure(f"{self.param}: the grammar could not be compiled", 500, "internal_error")
+        else:
+            self._matcher = building.result().deep_copy()
         return self.failed is None
 
     @property
@@ -97,7 +105,9 @@ class Constraint:
     def broken(self) -> Finish:
         """The terminal message for a matcher in its error state."""
         reason = one_line(self.matcher.get_error())
-        return self._failure(f"{self.param}: the grammar cannot be followed any further: {reason}", 400, "grammar_failed")
+        return self._failure(
+            f"{self.param}: the grammar cannot be followed any further: {reason}", 400, "grammar_failed"
+        )
 
     def _failure(self, message: str, status: int, code: str) -> Finish:
         return Finish("error", None, message, status, code, self.param)
@@ -130,7 +140,9 @@ class Grammars:
 
     def wait(self, reqs: Sequence[Req], seconds: float) -> None:
         """Sleep until a grammar of ``reqs`` is compiled, at most ``seconds``; not at all if none is being compiled."""
-        building = [r.constraint.building for r in reqs if r.constraint is not None and r.constraint.building is not None]
+        building = [
+            r.constraint.building for r in reqs if r.constraint is not None and r.constraint.building is not None
+        ]
         if building:
             wait(building, timeout=seconds, return_when=FIRST_COMPLETED)
 

@@ -55,6 +55,7 @@ class Req:
     stop_ids: frozenset[int]
     seed: int
     arrival: int = 0
+    priority: int = 0
     arrival_time: float = 0.0
     status: Status = Status.WAITING
     row: int = -1

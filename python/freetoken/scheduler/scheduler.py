@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,16 +17,16 @@ import msgspec
 
 from freetoken.errors import RequestError
 from freetoken.messages import AddRequest, Finish, RequestOutput, SchedulerStats, TokenLogprob
-from freetoken.scheduler import invariants, policy
+from freetoken.scheduler import invariants, policy, preemption
 from freetoken.scheduler.admission import build_request, check_queue
 from freetoken.scheduler.allocator import page_allocator, row_allocator
 from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.meter import Meter
 from freetoken.scheduler.prefix import PrefixCache
+from freetoken.scheduler.queue import WaitingQueue
 from freetoken.scheduler.radix import as_key
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
 from freetoken.server_args import Config
-
 
 COMPILE_WAIT_SECONDS = 0.01
 """With nothing to run but requests whose grammar is being compiled, messages are looked at this often."""
@@ -100,7 +100,7 @@ class Scheduler:
             state_blocks=getattr(runner, "state_blocks", 0),
         )
         self.tree = self.prefix.tree
-        self.waiting: OrderedDict[str, Req] = OrderedDict()
+        self.waiting = WaitingQueue(config.schedule_policy == "lpm", self.prefix.usable_pages)
         self.resident: dict[int, Req] = {}
         """Requests that hold a row and pages, by arrival, in order of admission; ended ones until they are drained."""
         self.decoding: list[Req] = []
@@ -110,7 +110,6 @@ class Scheduler:
         self.flights: deque[Flight] = deque()
         self.live: dict[str, Req] = {}
         """Requests whose terminal message is still to come."""
-        self.queued_tokens = 0
         self._clock = clock
         self._check_invariants = check_invariants
         self._page_size = config.page_size
@@ -136,7 +135,7 @@ class Scheduler:
         try:
             if message.rid in self.live:
                 raise RequestError(f"a request with id {message.rid!r} is already running", param="rid")
-            check_queue(len(message.ids), len(self.live), self.queued_tokens, self.config)
+            check_queue(len(message.ids), len(self.live), self.waiting.tokens, self.config)
             pool_tokens = self.pages.total * self._page_size
             req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
             if req.sampling.grammar is not None:
@@ -149,8 +148,7 @@ class Scheduler:
             return
         self._arrivals += 1
         self.live[req.rid] = req
-        self.waiting[req.rid] = req
-        self.queued_tokens += len(req.ids)
+        self.waiting.add(req)
 
     def abort(self, rid: str | None) -> None:
         """End one request, or all with ``None``; nothing for an id that is not live."""
@@ -169,7 +167,7 @@ class Scheduler:
             if batch.masked:
                 self._draw_masked()
         elif not self.flights and self.grammars is not None:
-            self.grammars.wait(list(self._window()), COMPILE_WAIT_SECONDS)
+            self.grammars.wait(self.waiting.window(), COMPILE_WAIT_SECONDS)
         due = len(self.flights) - (1 if batch is not None and self.config.overlap else 0)
         for _ in range(due):
             self._drain_oldest()
@@ -217,6 +215,8 @@ class Scheduler:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> ScheduleBatch | None:
+        if self.config.priority_scheduling:
+            self._preempt()
         retractions = self._stats.retractions
         batch = ScheduleBatch(self._stats.steps, self._plan_decodes(), [])
         # What a retraction freed is for the streams: admitting in the same step would take it away again.
@@ -254,7 +254,7 @@ class Scheduler:
                 # A retraction needs the sampled ids on the host, and the drained step may end requests anyway.
                 self._drain_oldest()
             else:
-                self._retract_youngest()
+                self._retract_one()
         for req, page in zip(growing, self.pages.allocate(len(growing))):
             req.pages.append(page)
 
@@ -267,15 +267,19 @@ class Scheduler:
             self.pages.free(self.tree.evict(short))
         return True
 
-    def _retract_youngest(self) -> None:
-        """Put the youngest resident request back in the queue. Only with no step in flight."""
+    def _retract_one(self) -> None:
+        """Take back the memory of the resident request that counts least. Only with no step in flight."""
         residents = list(self.resident.values())
-        req = residents[policy.victim([r.arrival for r in residents])]
+        req = residents[policy.victims([policy.Standing(r.priority, r.arrival) for r in residents])[0]]
         if len(residents) == 1:
             self._end(req, self._out_of_memory(req))
             self._forget_ended()
             return
         self._ratio.retracted()
+        self._retract(req)
+
+    def _retract(self, req: Req) -> None:
+        """Put a resident request back in the queue. Only with no step in flight."""
         self._stats.retractions += 1
         self._release(req)
         self.decoding = [r for r in self.decoding if r is not req]
@@ -286,9 +290,7 @@ class Scheduler:
         req.key = as_key(req.ids)
         if req.num_output == 0:
             req.prompt_logprobs = None
-        self.waiting[req.rid] = req
-        self.waiting.move_to_end(req.rid, last=False)
-        self.queued_tokens += len(req.ids)
+        self.waiting.add(req, first=True)
 
     def _out_of_memory(self, req: Req) -> Finish:
         message = (
@@ -309,7 +311,7 @@ class Scheduler:
         expected = sum(
             self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
         )
-        for req in self._queue_order():
+        for req in self.waiting.order():
             if req.constraint is not None and not self._compiled(req):
                 continue
             if self.prefix.waits(req):
@@ -321,12 +323,12 @@ class Scheduler:
                     # Nobody will ever give memory back.
                     self._end(req, self._out_of_memory(req))
                 break
-            self.prefix.plan_junctions(req, self._window())
+            self.prefix.plan_junctions(req, self.waiting.window())
             budget -= self._add_piece(req, budget, batch)
             if budget <= 0 or not self.rows.free_count:
                 break
-        if config.schedule_policy == "lpm" and batch.new_rows:
-            self._count_bypassed(batch.new_rows)
+        if batch.new_rows:
+            self.waiting.count_bypassed(batch.new_rows)
 
     def _compiled(self, req: Req) -> bool:
         """Whether the grammar of a waiting request is there; one that cannot be had ends the request."""
@@ -337,20 +339,24 @@ class Scheduler:
             self._end(req, req.constraint.failed)
         return False
 
-    def _window(self) -> Iterable[Req]:
-        """The waiting requests a step looks at."""
-        return itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW)
+    def _preempt(self) -> None:
+        """Retract requests of lower priority where that lets the next one in the queue run, and no more than it takes."""
+        chosen = preemption.victims(self)
+        if chosen and self.flights:
+            # A retraction needs the sampled ids on the host; what ends with them may have made room.
+            while self.flights:
+                self._drain_oldest()
+            chosen = preemption.victims(self)
+        for req in chosen:
+            self._retract(req)
 
-    def _queue_order(self) -> list[Req]:
-        window = list(self._window())
-        if self.config.schedule_policy == "fcfs" or len(window) < 2:
-            return window
-        facts = [policy.Waiting(r.arrival, r.retractions > 0, self.prefix.usable_pages(r), r.bypassed) for r in window]
-        return [window[i] for i in policy.longest_prefix_order(facts)]
-
-    def _count_bypassed(self, admitted: list[Req]) -> None:
-        for req in self._window():
-            req.bypassed += sum(other.arrival > req.arrival for other in admitted)
+    def expected_growth(self, residents: Iterable[Req], req: Req) -> int:
+        """Pages that the output of ``residents`` is expected to take, and that of ``req`` if it is admitted beside them."""
+        running = [r for r in residents if r.status is Status.RUNNING]
+        expected = sum(self._expected_pages(r, len(r.pages)) for r in running)
+        own = self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
+        # Alone a request always fits: its limit was cut to the pool.
+        return expected + own if running else 0
 
     def _admit(self, req: Req, expected: int, batch: ScheduleBatch) -> bool:
         """Give the request its row, its cached prefix and pages for all it has to compute; ``False`` if memory is short.
@@ -363,8 +369,7 @@ class Scheduler:
         if needed + expected > self.pages.free_count + self.tree.evictable_pages or not self._reserve(needed):
             self.tree.unlock(match.node)
             return False
-        del self.waiting[req.rid]
-        self.queued_tokens -= len(req.ids)
+        self.waiting.remove(req)
         self.resident[req.arrival] = req
         req.status = Status.RUNNING
         req.row = self.rows.allocate(1)[0]
@@ -497,8 +502,7 @@ class Scheduler:
         req.status = Status.FINISHED
         del self.live[req.rid]
         if waited:
-            del self.waiting[req.rid]
-            self.queued_tokens -= len(req.ids)
+            self.waiting.remove(req)
         elif req.pending == 0:
             self._release(req)
 

@@ -25,6 +25,7 @@ from freetoken.server.wire import (
     check_model,
     integer,
     mapping,
+    read_priority,
     refuse_unserved,
     string,
     warn_unknown,
@@ -61,6 +62,7 @@ _KNOWN = {
     "output_config",
     "cache_control",
     "chat_template_kwargs",
+    "priority",
 }
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
@@ -95,7 +97,7 @@ def read_messages_request(body: Mapping[str, Any], config: Config, *, counting: 
         reader.set("grammar", grammar, grammar.param)
     chat = _chat(body, offered, _thinking(body), effort)
     prompt = Prompt(_built(reader), chat=chat, param="messages", tool_choice=choice)
-    spec = GenSpec(new_rid("msg"), [prompt], boolean(body, "stream", False))
+    spec = GenSpec(new_rid("msg"), [prompt], boolean(body, "stream", False), priority=read_priority(body, config))
     return MessagesRequest(spec, ChatStyle(tuple(offered), choice.parallel))
 
 

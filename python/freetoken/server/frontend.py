@@ -264,7 +264,7 @@ class Frontend:
             )
             generation.choices.append(choice)
             self.live[rid] = choice
-            if not self._try_send(AddRequest(rid, ids, one)):
+            if not self._try_send(AddRequest(rid, ids, one, spec.priority)):
                 raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
             self.metrics.requests.inc()
 

@@ -25,6 +25,7 @@ from freetoken.server.wire import (
     error_object,
     integer,
     mapping,
+    read_priority,
     refuse_unserved,
     token_ids,
     warn_unknown,
@@ -41,13 +42,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "session_params": (),
     "return_hidden_states": (False,),
     "token_ids_logprob": (),
-    "priority": (0,),
     "custom_logit_processor": (),
 }
 _UNSERVED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
     "stop_regex": (),
     "custom_params": (),
@@ -64,6 +61,7 @@ _KNOWN = {
     "top_logprobs_num",
     "logprob_start_len",
     "return_text_in_logprobs",
+    "priority",
 }
 
 
@@ -91,7 +89,7 @@ def read_generate(body: Mapping[str, Any], config: Config) -> GenerateRequest:
         rid = new_rid("gen")
     if not isinstance(rid, str) or not 0 < len(rid) <= 200:
         raise RequestError("rid must be a string of 1 to 200 characters", param="rid")
-    spec = GenSpec(rid, prompts, boolean(body, "stream", False))
+    spec = GenSpec(rid, prompts, boolean(body, "stream", False), priority=read_priority(body, config))
     return GenerateRequest(
         spec,
         single and sampling[0].n == 1,
@@ -135,10 +133,9 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
-    fields = {
-        name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs") and name != "grammar"
-    }
-    fields["sampling_seed"] = "seed"
+    fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
+    del fields["grammar"]
+    fields |= {"sampling_seed": "seed", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
     for name in given:
         if name not in fields and name not in _UNSERVED_SAMPLING:
             raise RequestError(f"unknown sampling parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")

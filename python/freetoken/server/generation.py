@@ -86,13 +86,14 @@ class GenSpec:
     """One client request: each prompt gives ``sampling.n`` choices; choice indices count through all of them.
 
     ``prompt_only`` asks for the prompt's side alone (``max_tokens`` 0): one token is drawn and not shown. Without
-    ``stream`` a choice comes as one event when it ends.
+    ``stream`` a choice comes as one event when it ends. Of waiting requests the one with the highest ``priority`` is next.
     """
 
     rid: str
     prompts: list[Prompt]
     stream: bool = False
     prompt_only: bool = False
+    priority: int = 0
 
     @property
     def num_choices(self) -> int:

@@ -15,6 +15,7 @@ from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.chat import read_chat_prompt, read_tool_choice, read_tools
 from freetoken.server.chat_output import ChatStyle
 from freetoken.server.generation import GenSpec, Prompt, new_rid
+from freetoken.server.response_format import GRAMMAR_FIELDS, read_grammar
 from freetoken.server.wire import (
     SAMPLING_FIELDS,
     SamplingReader,
@@ -22,6 +23,7 @@ from freetoken.server.wire import (
     boolean,
     check_model,
     integer,
+    read_priority,
     refuse_unserved,
     string,
     token_ids,
@@ -34,9 +36,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 # Neutral values beside null.
 _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "regex": (),
-    "ebnf": (),
     "json_schema": (),
     "structural_tag": (),
     "guided_json": (),
@@ -44,7 +43,6 @@ _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "priority": (0,),
     "lora_path": (),
     "store": (False,),
     "metadata": ({},),
@@ -69,7 +67,18 @@ _UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
 _UNSERVED_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_UNSERVED_BOTH, "suffix": ("",)}
 # Labels with no bearing on the output.
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-_COMMON = {*SAMPLING_FIELDS, *_LABELS, "model", "max_tokens", "logprobs", "stream", "stream_options", "rid"}
+_COMMON = {
+    *SAMPLING_FIELDS,
+    *_LABELS,
+    *GRAMMAR_FIELDS,
+    "model",
+    "max_tokens",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "rid",
+    "priority",
+}
 _CHAT_KNOWN = {
     *_COMMON,
     *_UNSERVED_CHAT,
@@ -126,7 +135,8 @@ def read_chat(body: Mapping[str, Any], config: Config) -> WireRequest:
     offered = [] if choice.mode == "none" else tools
     style = ChatStyle(tuple(offered), choice.parallel, boolean(body, "separate_reasoning", True))
     prompt = Prompt(reader.build(), chat=read_chat_prompt(body, offered), param="messages", tool_choice=choice)
-    return WireRequest(GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream), style, options, logprobs)
+    spec = GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream, priority=read_priority(body, config))
+    return WireRequest(spec, style, options, logprobs)
 
 
 def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
@@ -147,7 +157,8 @@ def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
         if echo:
             reader.set("prompt_logprobs", top, "logprobs")
     prompts = _prompts(body.get("prompt"), reader.build())
-    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0)
+    priority = read_priority(body, config)
+    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0, priority=priority)
     return WireRequest(spec, None, options, top is not None, echo)
 
 
@@ -156,6 +167,9 @@ def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
         string(body, label)
     reader = SamplingReader(config.model.sampling_defaults)
     reader.read(body)
+    grammar = read_grammar(body)
+    if grammar is not None:
+        reader.set("grammar", grammar, "response_format")
     return reader
 
 

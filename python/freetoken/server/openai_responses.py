@@ -34,6 +34,7 @@ from freetoken.server.wire import (
     check_model,
     integer,
     mapping,
+    read_priority,
     refuse_unserved,
     string,
     warn_unknown,
@@ -75,6 +76,7 @@ _KNOWN = {
     "text",
     "include",
     "chat_template_kwargs",
+    "priority",
 }
 _MAX_METADATA = 16
 _PARTS = ("input_text", "output_text", "text")
@@ -114,7 +116,7 @@ def read_responses(body: Mapping[str, Any], config: Config) -> ResponsesRequest:
         effort=_effort(body),
     )
     prompt = Prompt(sampling, chat=chat, param="input", tool_choice=choice)
-    spec = GenSpec(new_rid("resp"), [prompt], boolean(body, "stream", False))
+    spec = GenSpec(new_rid("resp"), [prompt], boolean(body, "stream", False), priority=read_priority(body, config))
     echo = {
         "instructions": body.get("instructions"),
         "max_output_tokens": sampling.max_new_tokens,

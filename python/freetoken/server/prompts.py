@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from freetoken.errors import RequestError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.models import registry
 from freetoken.sampling_params import SamplingParams
 from freetoken.server import parsers
@@ -38,6 +39,7 @@ class Prompts:
         self.config, self.tokenizer = config, tokenizer
         self.template = ChatTemplate.load(config.chat_template, tokenizer)
         self.dialects = _choose_dialects(config, tokenizer, self.template)
+        self._compiler = GrammarCompiler(lambda: tokenizer, config.sample_vocab, config.model.eos_token_ids)
 
     def shown_ids(self, prompt: Prompt) -> list[int]:
         """Special tokens that the parsers must see."""
@@ -51,7 +53,10 @@ class Prompts:
         prepared: list[Prepared] = []
         for prompt in spec.prompts:
             ids, thinking = self.ids(prompt)
-            prepared.append(Prepared(ids, thinking, self._constrained(prompt, thinking)))
+            sampling = self._constrained(prompt, thinking)
+            if sampling.grammar is not None:
+                self._compiler.compile(sampling.grammar)
+            prepared.append(Prepared(ids, thinking, sampling))
         return prepared
 
     def _constrained(self, prompt: Prompt, thinking: bool) -> SamplingParams:

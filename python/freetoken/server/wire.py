@@ -12,11 +12,13 @@ import orjson
 
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
+from freetoken.server_args import Config
 
 log = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 _MAX_WARNED = 256
+MAX_PRIORITY = 2**31 - 1
 _warned: set[str] = set()
 
 
@@ -102,6 +104,18 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object", param=name)
     return value
+
+
+def read_priority(body: Mapping[str, Any], config: Config) -> int:
+    """``priority``: higher goes first; refused, unless it is 0, where the server does not schedule by it."""
+    priority = integer(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
+    if priority and not config.priority_scheduling:
+        raise RequestError(
+            "priority needs a server started with --enable-priority-scheduling",
+            param="priority",
+            code="unsupported_parameter",
+        )
+    return priority
 
 
 def token_ids(value: Any, param: str) -> list[int]:

@@ -29,6 +29,4 @@ def token_mask(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) 
     if count == 0:
         return
     grid = (count, triton.cdiv(vocab, BLOCK))
-    token_mask_kernel[grid](
-        logits, logits.stride(0), places, masks, masks.shape[1], vocab, BLOCK=BLOCK, num_warps=8
-    )
+    token_mask_kernel[grid](logits, logits.stride(0), places, masks, masks.shape[1], vocab, BLOCK=BLOCK, num_warps=8)
