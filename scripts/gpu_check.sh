@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about eight minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about nine minutes.
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -86,7 +86,7 @@ op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
 
-files=(ops qwen3-8b-one-batch qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
+files=(ops qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
 for name in "${files[@]}"; do
     rm -f "$out/$name.jsonl"
 done
@@ -94,6 +94,8 @@ part "GPU tests" "$python" -m pytest -q -m gpu --continue-on-collection-errors t
 part "ops" op_figures
 part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
     --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
+    --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
 part "one batch, hybrid" "$python" -m freetoken.bench.one_batch "${hybrid[@]}" --label "$hybrid_label" \
     --shape "1x$input" 1x8192 "16x$input" --output-len 64 --repeats 2 --output "$out/qwen3.5-27b-one-batch.jsonl"
 part "prefix hit, hybrid" "$python" -m freetoken.bench.prefix_hit "${hybrid[@]}" --label "$hybrid_label" \

@@ -25,7 +25,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the output must match from its first token to its end.
 
     ``kind`` is ``json_object`` (any JSON object; ``text`` is empty), ``json_schema`` (``text`` is the schema as JSON),
-    ``regex`` (Rust's syntax, anchored at both ends), ``ebnf`` (llama.cpp's GBNF with the rule ``root``, or Lark with the
+    ``regex`` (Rust's syntax, anchored at both ends, its classes those of ASCII), ``ebnf`` (llama.cpp's GBNF with the rule ``root``, or Lark with the
     rule ``start``) or ``lark`` (llguidance's Lark dialect with the rule ``start``). ``param`` is the client's field, which
     errors name. With ``after`` the output is free up to and including the first token of that id, and the grammar governs
     what comes behind it (the end of thinking, say); the output cannot end before it.

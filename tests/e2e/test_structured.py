@@ -152,7 +152,7 @@ def test_json_object_regex_gbnf_and_lark(engine: Engine) -> None:
     ]
     for wish, expected in cases:
         for answer in engine.generate(["a", "b"], {**wish, "max_new_tokens": 200}):
-            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": None}
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop"
             assert re.fullmatch(expected, answer["text"]), answer["text"]
     wish = {"grammar": Grammar(kind="json_object"), "max_new_tokens": 60, "n": 4}
     for answer in engine.generate("a", wish):
@@ -243,3 +243,16 @@ def test_dropping_a_stream_frees_everything(engine: Engine) -> None:
     while engine._scheduler.has_work:
         engine._scheduler.step()
     engine._scheduler.check()
+
+
+def test_priorities_of_the_engine(folder: Path, engine: Engine) -> None:
+    assert refused(lambda: engine.generate("a", {"max_new_tokens": 1}, priority=1)).param == "priority"
+    assert refused(lambda: engine.generate("a", priority="high")).param == "priority"
+    flags = {"device": "cpu", "max_total_tokens": 512, "max_running_requests": 1, "enable_priority_scheduling": True}
+    with Engine(folder, **flags) as ranked:
+        low = ranked.generate("a", {"regex": "[a-f]{30}", "max_new_tokens": 60, "seed": 1}, stream=True)
+        next(low)
+        high = ranked.generate("b", {"regex": "[a-f]{5}", "max_new_tokens": 60}, priority=1)
+        assert ranked._scheduler.stats().retractions == 1 and len(high["text"]) == 5
+        *_, last = low
+        assert len(last["text"]) == 30

@@ -154,14 +154,52 @@ def test_masks_that_cannot_be_made_end_one_request_alone() -> None:
     assert open_ids(masks[1]) == ids_of("c")
 
 
-def test_many_masks_at_once_are_those_of_each_alone() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_masks_at_once_are_those_of_each_alone(threads: int) -> None:
     texts = ["a+b", "[a-f]{3}", "x", "(yes|no)", "[0-9]+"]
     pairs = [running(regex(text)) for text in texts]
     alone = [open_ids(keeper.fill([req], [0])[0][0]) for keeper, req in pairs]
     ended = running(regex("a"))[1]
     ended.status = Status.FINISHED
+    pairs[0][0]._fill_threads = threads
     masks, _ = pairs[0][0].fill([*(req for _, req in pairs), ended], [0] * 6)
     assert [open_ids(mask) for mask in masks] == [*alone, list(range(VOCAB))]
+
+
+def whole(grammar: Grammar, text: str) -> bool:
+    """Whether ``text`` is a whole sentence of a grammar."""
+    matcher = COMPILER.compile(grammar).deep_copy()
+    ids = ids_of(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        (r"\d{2}-\w+", "12-a_9", "1a-b"),
+        ("^ab$", "ab", "xab"),
+        (r"a\.b", "a.b", "axb"),
+        ('[{}"]+', '{"}', "{a}"),
+        (r"[^\d]x?", "ax", "1x"),
+    ],
+)
+def test_expressions_match_from_end_to_end(text: str, inside: str, outside: str) -> None:
+    assert whole(regex(text), inside) and not whole(regex(text), outside)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        ('root ::= "a" [0-9]{2,3} | b\nb ::= ("x" | "y")+ "."?', "xyx.", "xa"),
+        ('root ::= "a" [0-9]{2,3} | b\nb ::= ("x" | "y")+ "."?', "a123", "a1"),
+        ('root ::= item ("," item)* # a list\nitem ::= [^,]+\n', "a,bc,d", "a,,b"),
+        ('root ::= "[" root "]" | "e"', "[[e]]", "[[e]"),
+        ('start: A ("," A)*\nA: /x+/', "x,xxx", "x,"),
+    ],
+)
+def test_gbnf_and_lark(text: str, inside: str, outside: str) -> None:
+    grammar = Grammar(kind="ebnf", text=text, param="ebnf")
+    assert whole(grammar, inside) and not whole(grammar, outside)
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------

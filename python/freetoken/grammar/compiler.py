@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from freetoken.errors import RequestError
@@ -143,7 +143,8 @@ class GrammarCompiler:
                     return fault
                 source = schema_grammar(grammar.text or '{"type":"object"}')
             elif grammar.kind == "regex":
-                source = LLMatcher.grammar_from_regex(grammar.text)
+                # Python's and JSON's readers disagree with Rust's about which digits and letters Unicode has.
+                source = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
             else:
                 gbnf = grammar.kind == "ebnf" and "::=" in grammar.text
                 source = LLMatcher.grammar_from_lark(_lark_of_gbnf(grammar.text) if gbnf else grammar.text)

@@ -32,7 +32,10 @@ COMPILE_SECONDS = 30.0
 """A request that waits longer for its grammar is refused: one grammar takes well under a second, so hundreds are ahead."""
 
 FILL_THREADS = 8
-"""Threads that fill masks; there is one mask a request, and each takes tens of microseconds."""
+"""Threads that fill masks, at most half the cores. One mask takes tens of microseconds, and now and then milliseconds."""
+
+FILL_ALONE = 3
+"""So few masks are filled by the scheduler's own thread: waking others takes as long."""
 
 
 class Constraint:
@@ -124,6 +127,7 @@ class Grammars:
         self.eos_ids = frozenset(compiler.eos_ids)
         self._clock = clock
         self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="freetoken-grammar")
+        self._fill_threads = min(FILL_THREADS, len(os.sched_getaffinity(0)) // 2)
         self._fillers: LLExecutor | None = None
         self._masks = np.empty((0, compiler.mask_words), np.uint32)
 
@@ -185,13 +189,13 @@ class Grammars:
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], masks: np.ndarray) -> None:
         width = masks.shape[1] * 4
-        if len(jobs) == 1:
-            matcher, place = jobs[0]
-            matcher.unsafe_compute_mask_ptr(masks.ctypes.data + place * width, width)
-        elif jobs:
-            if self._fillers is None:
-                self._fillers = LLExecutor(max(1, min(FILL_THREADS, (os.cpu_count() or 2) - 1)))
-            self._fillers.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, width, len(masks))
+        if len(jobs) <= FILL_ALONE or self._fill_threads < 2:
+            for matcher, place in jobs:
+                matcher.unsafe_compute_mask_ptr(masks.ctypes.data + place * width, width)
+            return
+        if self._fillers is None:
+            self._fillers = LLExecutor(self._fill_threads)
+        self._fillers.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, width, len(masks))
 
     def _settle(self, req: Req, index: int, mask: np.ndarray) -> Finish | None:
         """Take the ends out of a filled mask that must not come yet; why the request ends if nothing can be drawn."""
