@@ -63,7 +63,7 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(server: Served, field: str, value: object) -> None:
     error = refusal(server.post("/v1/chat/completions", {"messages": USER, field: value}))
-    assert error["param"] == field and error["code"] == "unsupported_parameter"
+    assert error["param"].partition(".")[0] == field and error["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class ChatOutputs:
         self._dialects, self._style = dialects, style
         self._parsers: dict[int, OutputParser] = {}
         self._calls: dict[int, int] = {}
+        self._thoughts: dict[int, _Thoughts] = {}
 
     def feed(self, event: GenEvent) -> list[Delta]:
         """What the event adds to its choice; with the last event, all that was held back."""
@@ -53,6 +54,8 @@ class ChatOutputs:
             style = self._style
             parser = self._dialects.parser(style.tools, thinking=event.thinking, separate=style.separate)
             self._parsers[event.index] = parser
+            self._thoughts[event.index] = _Thoughts(self._dialects.thinking_end)
+        self._thoughts[event.index].count(event.ids)
         deltas = parser.feed(event.text)
         if event.finish is not None:
             deltas = join([*deltas, *parser.finish()])
@@ -62,12 +65,34 @@ class ChatOutputs:
                 break
             if isinstance(delta, CallEnd):
                 self._calls[event.index] = self._calls.get(event.index, 0) + 1
+            if isinstance(delta, Reasoning):
+                self._thoughts[event.index].seen = True
             shown.append(delta)
         return shown
 
     def called(self, index: int) -> bool:
         """Whether choice ``index`` holds a whole call."""
         return self._calls.get(index, 0) > 0
+
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts of all choices; ``None`` if their end is not one token that could be counted up to."""
+        if self._dialects.thinking_end is None:
+            return None
+        return sum(thoughts.tokens for thoughts in self._thoughts.values() if thoughts.seen)
+
+
+class _Thoughts:
+    """How many tokens of an output are thoughts: those up to the end mark, if there are thoughts at all."""
+
+    def __init__(self, end: int | None) -> None:
+        self.seen = False
+        self.tokens = 0
+        self._end, self._ended = end, False
+
+    def count(self, ids: Sequence[int]) -> None:
+        if not self._ended:
+            self._ended = self._end in ids
+            self.tokens += ids.index(self._end) + 1 if self._end is not None and self._ended else len(ids)
 
 
 @dataclass

@@ -122,8 +122,14 @@ class OpenAIWriter:
         """What follows the last choice's end."""
         if not self._request.options.include_usage:
             return DONE
+        return sse({**self._head_chunk, "choices": [], "usage": self._usage()}) + DONE
+
+    def _usage(self) -> dict[str, Any]:
         usage = usage_of(self._request.spec, self._last).wire()
-        return sse({**self._head_chunk, "choices": [], "usage": usage}) + DONE
+        reasoning = self._outputs.reasoning_tokens()
+        if self._request.chat is not None and reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
     def error(self, error: RequestError) -> bytes:
         """What ends a stream that cannot go on."""
@@ -146,8 +152,7 @@ class OpenAIWriter:
             choice["logprobs"] = shown
             choice["finish_reason"] = self._finish_reason(event)
             choices.append(self._stop_reason(choice, event))
-        usage = usage_of(self._request.spec, self._last).wire()
-        return orjson.dumps({**self._head, "choices": choices, "usage": usage})
+        return orjson.dumps({**self._head, "choices": choices, "usage": self._usage()})
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

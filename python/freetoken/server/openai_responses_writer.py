@@ -114,7 +114,7 @@ class ResponsesWriter:
             "incomplete_details": reason,
             **self._echo,
             "output": [] if last is None else [self._item(block, "") for block in self._blocks.all],
-            "usage": None if last is None else _usage(last),
+            "usage": None if last is None else _usage(last, self._outputs.reasoning_tokens()),
         }
 
     def _identity(self, block: Block) -> str:
@@ -146,11 +146,11 @@ def _part(block: Block, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(event: GenEvent) -> dict[str, Any]:
+def _usage(event: GenEvent, reasoning: int | None) -> dict[str, Any]:
     return {
         "input_tokens": event.prompt_tokens,
         "input_tokens_details": {"cached_tokens": event.cached_tokens},
         "output_tokens": event.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning or 0},
         "total_tokens": event.prompt_tokens + event.completion_tokens,
     }
