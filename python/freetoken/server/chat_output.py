@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from freetoken.server.generation import GenEvent
 from freetoken.server.parsers import (
+    NONE,
     CallArguments,
     CallEnd,
     CallStart,
@@ -76,6 +77,8 @@ class ChatOutputs:
 
     def reasoning_tokens(self) -> int | None:
         """Tokens of thoughts of all choices; ``None`` if their end is not one token that could be counted up to."""
+        if self._dialects.reasoning == NONE:
+            return 0
         if self._dialects.thinking_end is None:
             return None
         return sum(thoughts.tokens for thoughts in self._thoughts.values() if thoughts.seen)

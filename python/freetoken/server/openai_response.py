@@ -127,7 +127,7 @@ class OpenAIWriter:
     def _usage(self) -> dict[str, Any]:
         usage = usage_of(self._request.spec, self._last).wire()
         reasoning = self._outputs.reasoning_tokens()
-        if self._request.chat is not None and reasoning is not None:
+        if self._request.chat is not None and reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage
 

@@ -147,10 +147,11 @@ def _part(block: Block, text: str) -> dict[str, Any]:
 
 
 def _usage(event: GenEvent, reasoning: int | None) -> dict[str, Any]:
+    details = {} if reasoning is None else {"output_tokens_details": {"reasoning_tokens": reasoning}}
     return {
         "input_tokens": event.prompt_tokens,
         "input_tokens_details": {"cached_tokens": event.cached_tokens},
         "output_tokens": event.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning or 0},
+        **details,
         "total_tokens": event.prompt_tokens + event.completion_tokens,
     }

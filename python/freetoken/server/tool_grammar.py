@@ -46,7 +46,7 @@ def tool_grammar(
         rules.add("start", f'("\\n\\n")? {one}{more}')
     elif answer is not None:
         rules.add("start", f'("\\n\\n")? ({one}{more} | answer)')
-        rules.add("answer", f"%json {_json(_answer_schema(answer))}")
+        rules.add("answer", f"%json {_json(_answer_schema(answer, dialect))}")
     else:
         rules.free_text(more)
     text = rules.text()
@@ -55,11 +55,12 @@ def tool_grammar(
     return Grammar(kind="lark", text=text, param=answer.param if answer is not None else PARAM)
 
 
-def _answer_schema(answer: Grammar) -> dict[str, Any]:
+def _answer_schema(answer: Grammar, dialect: str) -> dict[str, Any]:
+    # A call that is a bare object could not be told from an answer that is one.
+    if dialect == "llama3" or answer.kind not in ("json_object", "json_schema"):
+        raise RequestError(f"{answer.param} cannot be combined with tools; set tool_choice to none", param=answer.param)
     if answer.kind == "json_object":
         return _ANY_OBJECT
-    if answer.kind != "json_schema":
-        raise RequestError(f"{answer.param} cannot be combined with tools; set tool_choice to none", param=answer.param)
     fault = check_schema(answer.text, parser_limits())
     if fault is not None:
         raise RequestError(

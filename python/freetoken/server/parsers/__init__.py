@@ -25,6 +25,7 @@ from freetoken.server.parsers.base import (
 )
 
 __all__ = [
+    "NONE",
     "CallArguments",
     "CallEnd",
     "CallStart",
