@@ -26,6 +26,8 @@ from freetoken.server.parsers.base import (
 
 __all__ = [
     "NONE",
+    "REASONING",
+    "TOOL_CALLS",
     "CallArguments",
     "CallEnd",
     "CallStart",
