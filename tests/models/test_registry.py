@@ -34,8 +34,8 @@ def test_every_row_names_parsers_that_there_are(entry: ModelEntry) -> None:
 
 
 def test_flags_name_the_parsers_that_there_are() -> None:
-    assert REASONING_PARSERS == ("auto", "none", *REASONING)
-    assert TOOL_CALL_PARSERS == ("auto", "none", *TOOL_CALLS)
+    assert ("auto", "none", *REASONING) == REASONING_PARSERS
+    assert ("auto", "none", *TOOL_CALLS) == TOOL_CALL_PARSERS
 
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)

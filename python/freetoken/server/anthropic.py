@@ -123,7 +123,7 @@ def _thinking(body: Mapping[str, Any]) -> bool:
 def _output_config(body: Mapping[str, Any]) -> tuple[str | None, Grammar | None]:
     value = mapping(body, "output_config")
     effort = value.get("effort")
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and (not isinstance(effort, str) or effort not in _EFFORTS):
         raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config.effort")
     form = mapping(value, "format")
     if not form:
@@ -158,7 +158,7 @@ def _tool_choice(body: Mapping[str, Any], tools: list[Tool]) -> ToolChoice:
     value = mapping(body, "tool_choice")
     parallel = not boolean(value, "disable_parallel_tool_use", False, "tool_choice")
     kind = value.get("type", "auto")
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise RequestError(f"tool_choice.type must be one of {', '.join(_CHOICES)}", param="tool_choice.type")
     if _CHOICES[kind] != "required":
         return ToolChoice(_CHOICES[kind], parallel=parallel)

@@ -5,6 +5,7 @@ Written in llguidance's Lark dialect, for :class:`~freetoken.sampling_params.Gra
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from freetoken.server.parsers.base import Tool
 from freetoken.server.parsers.schema_types import allowed_types
 
 PARAM = "tool_choice"
+_REMEMBERED_CHARS = 16384
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -180,9 +182,18 @@ def _check(schema: dict[str, Any], tool: Tool) -> None:
 
 def _compiles(schema: Mapping[str, Any]) -> bool:
     """Whether a schema can be enforced, keywords that the library does not know left aside."""
+    text = json.dumps(schema)
+    return _compiles_text(text) if len(text) > _REMEMBERED_CHARS else _remembered(text)
+
+
+def _compiles_text(text: str) -> bool:
     try:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": True})
+        source = LLMatcher.grammar_from_json_schema(text, overrides={"lenient": True})
     except ValueError:
         return False
     failed, _ = LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
     return not failed
+
+
+# Agents send the same tools with every request.
+_remembered = functools.lru_cache(maxsize=512)(_compiles_text)
