@@ -161,6 +161,14 @@ def test_json_object_regex_gbnf_and_lark(engine: Engine) -> None:
             assert isinstance(json.loads(answer["text"]), dict)
 
 
+def test_special_tokens_written_out_in_a_grammar_are_text(engine: Engine) -> None:
+    end = engine.tokenizer.eos_token
+    assert end and engine.tokenizer.token_id(end) in engine.config.model.eos_token_ids
+    answer = engine.generate("a", {"json_schema": {"const": f"x{end}y"}, "max_new_tokens": 60})
+    assert json.loads(answer["text"]) == f"x{end}y"
+    assert not set(answer["output_ids"][:-1]) & set(engine.config.model.eos_token_ids)
+
+
 @pytest.mark.parametrize(
     ("field", "text"),
     [("regex", "(a"), ("regex", "a(?=b)"), ("ebnf", "root ::= ("), ("ebnf", "start: nothing"), ("regex", "")],

@@ -39,7 +39,7 @@ class CharTokenizer:
     special_ids = frozenset({EOS})
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [TEXT.index(character) for character in text]
+        return [TEXT.find(character) for character in text]
 
     def token_bytes(self, token: int) -> bytes:
         return b"<end>" if token == EOS else TEXT[token].encode()

@@ -12,6 +12,7 @@ from fake_runner import COMPILER, EOS, TEXT, VOCAB, CharTokenizer, Harness, make
 
 from freetoken.errors import RequestError
 from freetoken.grammar import compiler as compiling
+from freetoken.grammar import schema
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest
 from freetoken.sampling_params import Grammar, SamplingParams
@@ -202,6 +203,37 @@ def test_gbnf_and_lark(text: str, inside: str, outside: str) -> None:
     assert whole(grammar, inside) and not whole(grammar, outside)
 
 
+class SpecialTokenizer(CharTokenizer):
+    """Reads the end token where its name is written out."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        before, found, behind = text.partition("[end]")
+        ids = super().encode(before, add_special_tokens)
+        return [*ids, EOS, *self.encode(behind, add_special_tokens)] if found else ids
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"[end]" if token == EOS else super().token_bytes(token)
+
+
+class BlankTokenizer(CharTokenizer):
+    """Puts a blank in front of every text."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return super().encode(" " + text, add_special_tokens)
+
+
+@pytest.mark.parametrize("kind", [CharTokenizer, SpecialTokenizer, BlankTokenizer])
+@pytest.mark.parametrize("text", ["ab[end]cd", "[end]", "plain text"])
+def test_text_that_is_forced_is_spelled_in_characters(kind: type[CharTokenizer], text: str) -> None:
+    pattern = text.replace("[", r"\[").replace("]", r"\]")
+    keeper, req = running(regex(pattern), GrammarCompiler(kind, VOCAB, (EOS,)))
+    for at, character in enumerate(text):
+        assert allowed(keeper, req) == {character}
+        finish = keeper.finish(req, ids_of(character)[0])
+        assert (finish is not None) == (at == len(text) - 1)
+    assert finish is not None and finish.matched is None
+
+
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 
@@ -362,15 +394,28 @@ def test_the_sender_may_name_a_token_outside_the_vocabulary() -> None:
     assert h.outputs["r"][0].finish is not None and h.outputs["r"][0].finish.param == "grammar"
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("lost"), type("PanicException", (BaseException,), {})("no entry")])
-def test_faults_while_compiling_end_one_request(fault: BaseException) -> None:
-    compiler = make_compiler()
-    compiler._build = mock.Mock(side_effect=fault)  # type: ignore[method-assign]
+PANIC = type("PanicException", (BaseException,), {})("no entry\nat line 3")
+
+
+@pytest.mark.parametrize(("fault", "status"), [(RuntimeError("lost"), 500), (PANIC, 400)])
+def test_faults_while_compiling_end_one_request(
+    fault: BaseException, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "regex_to_lark", mock.Mock(side_effect=fault))
     h = Harness(make_config())
-    h.scheduler.grammars = Grammars(compiler)
+    h.scheduler.grammars = Grammars(make_compiler())
     h.add("bad", [1], grammar=regex("a"))
     h.add("good", [1], max_new_tokens=4)
     h.run()
-    assert (h.finish("bad").kind, h.finish("bad").param) == ("error", "regex")
-    assert h.finish("bad").status == (500 if isinstance(fault, Exception) else 400)
+    assert (h.finish("bad").kind, h.finish("bad").status, h.finish("bad").param) == ("error", status, "regex")
     h.check_text("good")
+
+
+def test_a_panic_over_a_schema_is_a_refusal_and_an_interrupt_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = mock.Mock(validate_grammar_with_warnings=mock.Mock(side_effect=PANIC))
+    monkeypatch.setattr(schema, "LLMatcher", library)
+    path, reason = schema.check_schema('{"type": "object"}', compiling.parser_limits()) or ("", "")
+    assert (path, reason) == ("", "the grammar library failed: no entry")
+    library.validate_grammar_with_warnings.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        schema.check_schema("{}", compiling.parser_limits())

@@ -55,7 +55,7 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]), ("tool_choice", {"type": "allowed_tools"}), ("reasoning", {"effort": "low"}),
-        ("function_call", {"name": "f"}), ("response_format", {"type": "structural_tag"}), ("guided_regex", "a+"), ("json_schema", {}),
+        ("function_call", {"name": "f"}), ("guided_regex", "a+"), ("json_schema", {}),
         ("reasoning_effort", "high"), ("stream_reasoning", False), ("priority", 1), ("modalities", ["text", "audio"]),
         ("audio", {}), ("prediction", {}), ("best_of", 2), ("store", True), ("service_tier", "flex"),
         ("web_search_options", {}), ("echo", True),
@@ -63,7 +63,7 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(server: Served, field: str, value: object) -> None:
     error = refusal(server.post("/v1/chat/completions", {"messages": USER, field: value}))
-    assert error["param"].partition(".")[0] == field and error["code"] == "unsupported_parameter"
+    assert error["param"] == field and error["code"] == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(

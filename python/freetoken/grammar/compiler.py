@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from freetoken.errors import RequestError
-from freetoken.grammar.schema import check_schema, one_line, schema_grammar
+from freetoken.grammar.schema import check_schema, no_panic, one_line, schema_grammar
 from freetoken.sampling_params import Grammar
 
 CACHE_GRAMMARS = 64
@@ -51,7 +51,10 @@ class Tokenizer(Protocol):
 
 
 class _Vocabulary:
-    """The library's view of a tokenizer: the bytes of every id, and which ids are no text."""
+    """The library's view of a tokenizer: the bytes of every id, which ids are no text, and how text is cut into ids.
+
+    The library asks for the last where a grammar forces the text, to keep the model's own way of spelling it.
+    """
 
     is_tokenizer_wrapper = True
 
@@ -59,15 +62,20 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         # One id more than can be drawn: the end of the output where the model has no token for it.
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
-        special = {*tokenizer.special_ids, *eos_ids}
-        self.special_token_ids = sorted(token for token in special if token < vocab_size)
+        self._special = {token for token in {*tokenizer.special_ids, *eos_ids} if token < vocab_size}
+        self.special_token_ids = sorted(self._special)
         self.eos_token_id = eos_ids[0]
         self.bos_token_id: int | None = None
+        self.trie = LLTokenizer(self, eos_token=list(eos_ids))  # type: ignore[arg-type]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, False)
+        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        ids = self._tokenizer.encode(given, False)
+        spelled = all(0 <= token < len(self.tokens) and token not in self._special for token in ids)
+        if spelled and b"".join(self.tokens[token] for token in ids) == given.encode():
+            return ids
+        # Special tokens written out in the text, a blank that the tokenizer puts in front, or a character it does not know.
+        return self.trie.greedy_tokenize(given)
 
 
 class GrammarCompiler:
@@ -96,14 +104,7 @@ class GrammarCompiler:
         """
         found = self._find(grammar)
         if found is None:
-            try:
-                found = self._build(grammar)
-            except Exception:
-                raise
-            except BaseException as error:  # a panic of the library, which is about this grammar alone
-                if isinstance(error, KeyboardInterrupt | SystemExit):
-                    raise
-                found = "", f"the grammar library failed: {one_line(str(error))}"
+            found = self._build(grammar)
             self._keep((grammar.kind, grammar.text), found)
         if isinstance(found, LLMatcher):
             return found
@@ -141,19 +142,13 @@ class GrammarCompiler:
                 fault = check_schema(grammar.text, parser_limits()) if grammar.text else None
                 if fault is not None:
                     return fault
-                source = schema_grammar(grammar.text or '{"type":"object"}')
-            elif grammar.kind == "regex":
-                # Python's and JSON's readers disagree with Rust's about which digits and letters Unicode has.
-                source = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
-            else:
-                gbnf = grammar.kind == "ebnf" and "::=" in grammar.text
-                source = LLMatcher.grammar_from_lark(_lark_of_gbnf(grammar.text) if gbnf else grammar.text)
+            with no_panic():
+                matcher = LLMatcher(self._build_vocabulary(), _source(grammar), log_level=0, limits=parser_limits())
+                if not matcher.is_error():
+                    # The first mask costs most: much of what it works out stays with the grammar for all that use it.
+                    matcher.compute_bitmask()
         except ValueError as error:
             return "", one_line(str(error))
-        matcher = LLMatcher(self._build_vocabulary(), source, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            # The first mask costs most: much of what it works out stays with the grammar for all that use it.
-            matcher.compute_bitmask()
         if matcher.is_error():
             return "", one_line(matcher.get_error())
         return matcher
@@ -162,9 +157,21 @@ class GrammarCompiler:
         with self._building:
             if self._vocabulary is None:
                 eos = self.eos_ids or (self.vocab_size,)
-                vocabulary = _Vocabulary(self._load(), self.vocab_size, eos)
-                self._vocabulary = LLTokenizer(vocabulary, eos_token=list(eos))  # type: ignore[arg-type]
+                self._vocabulary = _Vocabulary(self._load(), self.vocab_size, eos).trie
             return self._vocabulary
+
+
+def _source(grammar: Grammar) -> str:
+    """The library's form of a grammar; ``ValueError`` for one that cannot be read."""
+    if grammar.kind in ("json_object", "json_schema"):
+        return schema_grammar(grammar.text or '{"type":"object"}')
+    text = grammar.text
+    if grammar.kind == "regex":
+        # Python's and JSON's readers disagree with Rust's about which digits and letters Unicode has.
+        text = f"start: /{regex_to_lark(text, 'dws')}/"
+    elif grammar.kind == "ebnf" and "::=" in text:
+        text = _lark_of_gbnf(text)
+    return str(LLMatcher.grammar_from_lark(text))
 
 
 def _lark_of_gbnf(text: str) -> str:

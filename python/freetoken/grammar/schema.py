@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -78,12 +79,26 @@ def _too_deep(schema: Any) -> bool:
     return True
 
 
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """A panic of the library as a ``ValueError``: it is about one grammar, and nothing of the library's is left broken."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:  # what Rust's panics become derives from this alone
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        raise ValueError(f"the grammar library failed: {one_line(str(error))}") from None
+
+
 def _refusal(schema: Any, limits: LLParserLimits) -> str | None:
     try:
-        source = schema_grammar(json.dumps(schema))
+        with no_panic():
+            source = schema_grammar(json.dumps(schema))
+            failed, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=limits)
     except ValueError as error:
         return one_line(str(error))
-    failed, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=limits)
     return one_line(messages[0]) if failed else None
 
 

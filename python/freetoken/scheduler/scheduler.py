@@ -254,7 +254,7 @@ class Scheduler:
                 # A retraction needs the sampled ids on the host, and the drained step may end requests anyway.
                 self._drain_oldest()
             else:
-                self._retract_one()
+                self._retract_youngest()
         for req, page in zip(growing, self.pages.allocate(len(growing))):
             req.pages.append(page)
 
@@ -267,8 +267,8 @@ class Scheduler:
             self.pages.free(self.tree.evict(short))
         return True
 
-    def _retract_one(self) -> None:
-        """Take back the memory of the resident request that counts least. Only with no step in flight."""
+    def _retract_youngest(self) -> None:
+        """Take back the memory of the youngest resident request of the lowest priority. Only with no step in flight."""
         residents = list(self.resident.values())
         req = residents[policy.victims([policy.Standing(r.priority, r.arrival) for r in residents])[0]]
         if len(residents) == 1:
