@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -72,6 +73,45 @@ def mutated(value: Any, draw: random.Random, rate: float) -> Any:
     if isinstance(value, list):
         return [mutated(item, draw, rate) for item in value]
     return value
+
+
+def nested(depth: int) -> Any:
+    value: Any = {"type": "string"}
+    for _ in range(depth):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+
+
+def test_deep_nesting_is_refused() -> None:
+    """Deeper than a JSON encoder goes, but not so deep that the reader stops it."""
+    with serving(chat_template=QWEN35) as served:
+        for depth in (60, 140, 300):
+            tools = {
+                "/v1/chat/completions": [{"type": "function", "function": {**FUNCTION, "parameters": nested(depth)}}],
+                "/v1/messages": [{"name": "weather", "input_schema": nested(depth)}],
+                "/v1/responses": [{"type": "function", **FUNCTION, "parameters": nested(depth)}],
+            }
+            for path, value in tools.items():
+                error = served.post(path, {**BODIES[path], "tools": value})
+                assert error.status_code == 400 and "nested more than 100 levels" in error.json()["error"]["message"]
+            call = {**CALL, "function": {"name": "weather", "arguments": json.dumps(nested(depth))}}
+            messages = [{"role": "assistant", "tool_calls": [call]}, USER]
+            assert "levels" in served.post("/v1/chat/completions", {"messages": messages}).json()["error"]["message"]
+            odd = {
+                "tool_choice": {"type": "function", "name": "weather", "x": nested(depth)},
+                "text": {"format": {"type": "text", "x": nested(depth)}},
+            }
+            asked = {**BODIES["/v1/responses"], **odd, "reasoning": {"effort": "none"}}
+            assert served.post("/v1/responses", asked).status_code == 200
+            assert (
+                served.post(
+                    "/v1/responses", {**asked, "text": {"format": {"type": "json_schema", "name": nested(depth)}}}
+                ).status_code
+                == 400
+            )
+            kwargs = {"chat_template_kwargs": {"x": nested(depth)}}
+            assert served.post("/v1/chat/completions", {**BODIES["/v1/chat/completions"], **kwargs}).status_code == 200
+        served.until(served.empty)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -17,6 +17,7 @@ from freetoken.server.wire import boolean, mapping, string
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_TOOLS = 1024
+MAX_DEPTH = 100
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -24,6 +25,21 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 def unsupported(where: str, what: str = "is not supported by this server") -> RequestError:
     """A part of the protocol that is not served."""
     return RequestError(f"{where} {what}", param=where, code="unsupported_parameter")
+
+
+def too_deep(value: Any, limit: int) -> bool:
+    """Whether lists and objects stand more than ``limit`` deep in each other."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -41,6 +57,8 @@ def make_tool(value: Mapping[str, Any], where: str, schema: str = "parameters") 
     parameters = value.get(schema)
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"{where}.{schema} must be a JSON schema", param=f"{where}.{schema}")
+    if too_deep(parameters, MAX_DEPTH):
+        raise RequestError(f"{where}.{schema} is nested more than {MAX_DEPTH} levels deep", param=f"{where}.{schema}")
     strict = boolean(value, "strict", False, where)
     return Tool(name, description, parameters or _NO_ARGUMENTS, strict, f"{where}.{schema}")
 
@@ -226,6 +244,8 @@ def made_call(identity: str | None, name: str, arguments: Any, where: str) -> di
             arguments = json.loads(complete_object(arguments))
     if arguments is None:
         arguments = {}
+    if too_deep(arguments, MAX_DEPTH):
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep", param=where)
     if not isinstance(arguments, dict):
         raise RequestError(f"{where} must be a JSON object", param=where)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}

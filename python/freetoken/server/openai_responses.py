@@ -124,16 +124,27 @@ def read_responses(body: Mapping[str, Any], config: Config) -> ResponsesRequest:
         "parallel_tool_calls": choice.parallel,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "tools": tool_list(body),
-        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [_shown_tool(tool) for tool in tools],
+        "tool_choice": {"type": "function", "name": choice.name} if choice.name is not None else choice.mode,
         "reasoning": {"effort": chat.effort, "summary": None},
-        "text": {"format": {"type": "text"}, **mapping(body, "text")},
+        "text": {"format": _shown_format(body)},
         "previous_response_id": None,
         "truncation": "disabled",
         "store": False,
         "user": body.get("user"),
     }
     return ResponsesRequest(spec, ChatStyle(tuple(offered), choice.parallel), echo)
+
+
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    about = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", **about, "strict": tool.strict}
+
+
+def _shown_format(body: Mapping[str, Any]) -> dict[str, Any]:
+    form = mapping(mapping(body, "text"), "format")
+    kept = ("name", "schema", "strict") if form.get("type") == "json_schema" else ()
+    return {"type": form.get("type", "text"), **{name: form[name] for name in kept if name in form}}
 
 
 def _metadata(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,6 +177,8 @@ def _text_format(body: Mapping[str, Any]) -> Grammar | None:
         return Grammar(kind="json_object", param="text.format")
     if kind != "json_schema":
         raise RequestError("text.format.type must be text, json_object or json_schema", param="text.format.type")
+    string(form, "name", "text.format")
+    boolean(form, "strict", False, "text.format")
     where = "text.format.schema"
     return Grammar(kind="json_schema", text=schema_text(form.get("schema"), where), param=where)
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from freetoken.errors import RequestError
 from freetoken.grammar.compiler import parser_limits
-from freetoken.grammar.schema import WHITESPACE, check_schema
+from freetoken.grammar.schema import WHITESPACE, check_schema, no_panic
 from freetoken.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from freetoken.server.generation import ToolChoice
 from freetoken.server.parsers import hermes, qwen3_coder
@@ -188,10 +188,11 @@ def _compiles(schema: Mapping[str, Any]) -> bool:
 
 def _compiles_text(text: str) -> bool:
     try:
-        source = LLMatcher.grammar_from_json_schema(text, overrides={"lenient": True})
+        with no_panic():
+            source = LLMatcher.grammar_from_json_schema(text, overrides={"lenient": True})
+            failed, _ = LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
     except ValueError:
         return False
-    failed, _ = LLMatcher.validate_grammar_with_warnings(source, None, limits=parser_limits())
     return not failed
 
 
