@@ -68,7 +68,7 @@ ONLY = {
     # What a step looks like and where its KV lies: types that a model's forward takes.
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
     ("server", "loader"): {"freetoken.loader.tokenizer", "freetoken.loader.demo"},
-    ("server", "models"): {"freetoken.models.config"},
+    ("server", "models"): {"freetoken.models.config", "freetoken.models.registry"},
     ("loader", "models"): {"freetoken.models.config", "freetoken.models.parse", "freetoken.models.registry"},
 }
 LEAVES = ("environ", "errors", "hardware", "sampling_params")

@@ -59,11 +59,22 @@ def test_numbers_are_accepted_exactly_in_range(name: str, value: float) -> None:
 @given(value=st.integers() | st.integers(-5, 100))
 def test_integers_are_accepted_exactly_in_range(name: str, value: int) -> None:
     low, high, _ = INTEGERS[name]
-    if value >= low and (high is None or value <= high):
+    if low <= value <= (2**63 - 1 if high is None else high):
         values = {name: value} | ({"max_new_tokens": value} if name == "min_new_tokens" and value else {})
         assert getattr(SamplingParams.from_dict(values), name) == value
     else:
         assert refused(**{name: value}).param == name
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [1e30, 10**30, float("inf")])
+def test_integers_too_large_for_json_are_out_of_range(name: str, value: Any) -> None:
+    assert "must be between" in refused(**{name: value}).message
+
+
+def test_stop_says_what_it_may_be() -> None:
+    assert refused(stop=5).message == "stop must be a string or a list of strings"
+    assert refused(stop_token_ids="a").message == "stop_token_ids must be a list of token ids"
 
 
 @pytest.mark.parametrize("name", [*RANGES, *INTEGERS])

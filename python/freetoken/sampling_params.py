@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import msgspec
@@ -174,9 +173,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if key not in cls.__struct_fields__:
                 raise RequestError(f"unknown sampling parameter {key!r}", param=key, code="unknown_parameter")
         stop = known.get("stop", ())
-        known["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else _as_tuple("stop", stop)
+        known["stop"] = (
+            ()
+            if stop is None
+            else (stop,)
+            if isinstance(stop, str)
+            else _as_tuple("stop", stop, "a string or a list of strings")
+        )
         ids = known.get("stop_token_ids", ())
-        known["stop_token_ids"] = () if ids is None else _as_tuple("stop_token_ids", ids)
+        known["stop_token_ids"] = () if ids is None else _as_tuple("stop_token_ids", ids, "a list of token ids")
         if known.get("logit_bias") is not None:
             known["logit_bias"] = _bias_keys(known["logit_bias"])
         return cls(**known)
@@ -213,9 +218,9 @@ def _bad(param: str, message: str) -> RequestError:
     return RequestError(message, param=param)
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise _bad(name, f"{name} must be a list")
+        raise _bad(name, f"{name} must be {what}")
     return tuple(value)
 
 
@@ -260,14 +265,18 @@ def _bias_keys(value: Any) -> dict[int, float]:
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _bad(name, f"{name} must be a number")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:
         raise _bad(name, f"{name} must lie between {low:g} and {high:g}, not {value!r}"[:200])
 
 
 def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and abs(value) >= 2**63 and (high is None or isinstance(value, float)):
+        # As a float: how JSON readers hand on an integer that is too large.
+        raise _bad(name, f"{name} is out of range: it must be between {low} and {2**63 - 1 if high is None else high}")
+    if not number or isinstance(value, float):
         raise _bad(name, f"{name} must be an integer")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -21,6 +21,8 @@ from freetoken.hardware import Facts
 from freetoken.models.config import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+REASONING_PARSERS = ("auto", "none", "qwen3")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 PLE_TABLES = ("auto", "gpu", "pinned", "mmap")
 
@@ -69,6 +71,18 @@ class ServerArgs:
     json_model_override_args: str = _flag("{}", "model", "JSON object laid over the model's config.", kind=str)
     chat_template: str | None = _flag(
         None, "model", "Path of a Jinja chat template to use instead of the model's own.", kind=str
+    )
+    reasoning_parser: str = _flag(
+        "auto",
+        "model",
+        "How thoughts are told from the answer; auto: by the marks in the chat template, else by the model.",
+        choices=REASONING_PARSERS,
+    )
+    tool_call_parser: str = _flag(
+        "auto",
+        "model",
+        "How tool calls are written; auto: by the marks in the chat template, else by the model.",
+        choices=TOOL_CALL_PARSERS,
     )
     random_seed: int | None = _flag(
         None, "model", "Seed for requests without one and for dummy weights; default: drawn at start.", kind=int
@@ -227,6 +241,7 @@ class ServerArgs:
 class Config:
     """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
 
+    ``reasoning_parser`` and ``tool_call_parser`` stay ``auto`` until the chat template is known.
     ``max_total_tokens`` stays ``None`` and ``ple_table`` may stay ``auto`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
     eagerly. ``model_overrides`` is what ``--json-model-override-args`` holds, already laid over ``model``.
     ``sample_vocab`` is the number of ids that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
@@ -240,6 +255,8 @@ class Config:
     dtype: str
     context_length: int
     chat_template: str | None
+    reasoning_parser: str
+    tool_call_parser: str
     random_seed: int
     host: str
     port: int
@@ -401,6 +418,8 @@ def _check_values(args: ServerArgs) -> None:
         if choices and value not in choices:
             raise StartupError(f"--{row.name.replace('_', '-')} must be one of {', '.join(choices)}, not {value!r}")
     _check_range("port", args.port, 0, 65535)
+    if args.api_key == "":
+        raise StartupError("--api-key is empty, which guards nothing; give a key, or leave the flag out")
     for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
     for name in ("decode_log_interval", "soft_watchdog_timeout", "watchdog_timeout"):
@@ -480,6 +499,8 @@ def resolve(
         dtype=dtype,
         context_length=context,
         chat_template=args.chat_template,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
         random_seed=r.pick("random_seed", args.random_seed, seed, "drawn at start"),
         host=args.host,
         port=args.port,

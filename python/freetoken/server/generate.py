@@ -22,6 +22,7 @@ from freetoken.server.openai_response import DONE, finite, sse
 from freetoken.server.wire import (
     SamplingReader,
     boolean,
+    error_object,
     integer,
     mapping,
     read_priority,
@@ -135,7 +136,9 @@ def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config)
     fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
     del fields["grammar"]
     fields |= {"sampling_seed": "seed", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
-    warn_unknown(given, {*fields, *_UNSERVED_SAMPLING})
+    for name in given:
+        if name not in fields and name not in _UNSERVED_SAMPLING:
+            raise RequestError(f"unknown sampling parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
     reader = SamplingReader(config.model.sampling_defaults)
     reader.set("max_new_tokens", DEFAULT_NEW_TOKENS, "max_new_tokens")
     reader.read(given, fields)
@@ -173,6 +176,10 @@ class GenerateWriter:
 
     def end(self) -> bytes:
         return DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that cannot go on."""
+        return sse(error_object(error))
 
     def whole(self, events: list[GenEvent]) -> bytes:
         """The answer from each choice's one event."""
