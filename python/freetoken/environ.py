@@ -132,3 +132,8 @@ def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int |
     if unknown:
         raise EnvironmentValueError(f"{unknown[0]} is not a freetoken setting; docs/env.md lists them all")
     return {row.name: get(row.name, source) for row in TABLE}
+
+
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of this process with ``changes``, for a process that it starts."""
+    return {**os.environ, **changes}
