@@ -99,7 +99,7 @@ def test_geometry(name: str, open_moe: Callable[[str], Model]) -> None:
 
 
 MOE_WAYS = {
-    "sums of the softmax": ("one batch", "one by one", "chunks of 1", "chunks of 7", "retraction"),
+    "sums of the softmax": ("one batch", "one by one", "chunks of 7", "retraction"),
     "shared": ("chunks of 7", "graphs, overlap, retraction"),
 }
 
