@@ -64,8 +64,8 @@ def test_resolve_is_pure(facts: Facts) -> None:
 def test_nothing_is_left_undecided_and_reasons_name_fields(facts: Facts) -> None:
     config = settle(facts)
     for field in dataclasses.fields(config):
-        # The loader decides the format when it sees the files.
-        assert getattr(config, field.name) != "auto" or field.name == "load_format", field.name
+        # The loader decides the format when it sees the files, the runner where tables go when it sees the memory.
+        assert getattr(config, field.name) != "auto" or field.name in ("load_format", "ple_table"), field.name
     known = {field.name for field in dataclasses.fields(config)} | {"cuda_graph_max_bs"}
     assert set(config.reasons) <= known
     assert {"device", "dtype", "attention_backend", "context_length", "max_running_requests"} <= set(config.reasons)
