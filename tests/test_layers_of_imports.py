@@ -69,7 +69,12 @@ ONLY = {
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
     ("server", "loader"): {"freetoken.loader.tokenizer", "freetoken.loader.demo"},
     ("server", "models"): {"freetoken.models.config", "freetoken.models.registry"},
-    ("loader", "models"): {"freetoken.models.config", "freetoken.models.parse", "freetoken.models.registry"},
+    ("loader", "models"): {
+        "freetoken.models.config",
+        "freetoken.models.parse",
+        "freetoken.models.ple_config",
+        "freetoken.models.registry",
+    },
 }
 LEAVES = ("environ", "errors", "hardware", "sampling_params")
 

@@ -64,8 +64,9 @@ def test_resolve_is_pure(facts: Facts) -> None:
 def test_nothing_is_left_undecided_and_reasons_name_fields(facts: Facts) -> None:
     config = settle(facts)
     for field in dataclasses.fields(config):
-        # The loader decides the format when it sees the files, the server the parsers when it sees the chat template.
-        late = ("load_format", "reasoning_parser", "tool_call_parser")
+        # The loader decides the format when it sees the files, the server the parsers when it sees the chat template, the runner
+        # where tables go when it sees the memory.
+        late = ("load_format", "reasoning_parser", "tool_call_parser", "ple_table")
         assert getattr(config, field.name) != "auto" or field.name in late, field.name
     known = {field.name for field in dataclasses.fields(config)} | {"cuda_graph_max_bs"}
     assert set(config.reasons) <= known
