@@ -278,3 +278,23 @@ def test_state_cache() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         assert "--state-cache-gb" in refused(CPU, state_cache_gb=wrong)
     assert "--state-checkpoint-interval" in refused(CPU, state_checkpoint_interval=0)
+
+
+def test_the_hard_watchdog_is_for_gpus_unless_asked_for() -> None:
+    assert (settle(GPU).watchdog_timeout, settle(CPU).watchdog_timeout) == (300.0, 0.0)
+    assert (
+        settle(CPU, watchdog_timeout=5).watchdog_timeout == 5 and settle(GPU, watchdog_timeout=0).watchdog_timeout == 0
+    )
+    for name in ("watchdog_timeout", "soft_watchdog_timeout"):
+        for value in (-1.0, float("nan")):
+            assert f"--{name.replace('_', '-')}" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "http://localhost:3000", "https://a.example"])
+def test_origins(origin: str) -> None:
+    assert settle(cors_allow_origins=[origin]).cors_allow_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://a.example, https://b.example", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    assert "--cors-allow-origins" in refused(cors_allow_origins=[origin])

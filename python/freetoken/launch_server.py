@@ -19,7 +19,7 @@ from freetoken.messages import Channel
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.frontend import Frontend
 from freetoken.server.http import build_app
-from freetoken.server.lifecycle import HttpServer, Scheduler, listen, server_address
+from freetoken.server.lifecycle import HttpServer, Scheduler, give_memory_back, listen, server_address
 from freetoken.server.metrics import kernel_table
 from freetoken.server.progress import Progress
 from freetoken.server_args import Config, ServerArgs
@@ -46,6 +46,7 @@ def main(
         args = server_args.parse(argv)
         logs.set_up(args.log_level, replace=True)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        give_memory_back()
         with listen(args.host, args.port) as listener:
             opened = open_checkpoint(args)
             config = configure(args, opened)

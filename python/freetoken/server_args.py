@@ -128,11 +128,11 @@ class ServerArgs:
     soft_watchdog_timeout: float = _flag(
         60.0, "operations", "Seconds a step may take before the scheduler's stacks are logged; 0 for never.", kind=float
     )
-    watchdog_timeout: float = _flag(
-        300.0,
+    watchdog_timeout: float | None = _flag(
+        None,
         "operations",
         "Seconds a step may take before the server logs all stacks, ends every request with an error and exits; 0 for "
-        "never.",
+        "never; default 300 on CUDA, never on the CPU.",
         kind=float,
     )
     crash_dump_folder: str | None = _flag(
@@ -423,7 +423,8 @@ def _check_values(args: ServerArgs) -> None:
     for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
     for name in ("decode_log_interval", "soft_watchdog_timeout", "watchdog_timeout"):
-        _check_range(name, getattr(args, name), 0, None)
+        if getattr(args, name) is not None:
+            _check_range(name, getattr(args, name), 0, None)
     for origin in args.cors_allow_origins:
         if not re.fullmatch(r"\*|null|https?://[^/\s,?#]+", origin):
             raise StartupError(f"--cors-allow-origins must be * or like https://host:port, not {origin!r}")
@@ -514,7 +515,9 @@ def resolve(
         cors_allow_origins=tuple(args.cors_allow_origins),
         decode_log_interval=args.decode_log_interval,
         soft_watchdog_timeout=args.soft_watchdog_timeout,
-        watchdog_timeout=args.watchdog_timeout,
+        watchdog_timeout=r.pick(
+            "watchdog_timeout", args.watchdog_timeout, 300.0 if cuda else 0.0, f"default on {device}"
+        ),
         crash_dump_folder=args.crash_dump_folder,
         device=device,
         tp_size=args.tp_size,

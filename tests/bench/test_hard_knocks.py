@@ -53,7 +53,8 @@ def test_a_server_stands_it_all(process: Process, tmp_path: Path, capsys: pytest
     assert found["fuzz"]["requests"] == 400 and found["fuzz"]["answers_5xx"] == 0
     assert found["fuzz"]["answers_2xx"] > 80 and found["fuzz"]["answers_4xx"] > 80
     assert found["malformed"]["answers_4xx"] == found["malformed"]["requests"] == 200
-    assert found["huge"]["answers_2xx"] >= 1 and found["huge"]["answers_4xx"] >= 3
+    huge = found["huge"]
+    assert huge["answers_2xx"] + huge["answers_4xx"] + huge["refused"] == 4 and huge["answers_4xx"] > 0
     assert found["queue"]["answers_2xx"] == 150 and found["queue"]["deepest_queue"] > 0
     assert found["soak"]["requests"] > 20 and found["soak"]["requests_leave"] > 0
     assert all(figure["before_gb"] > 0.05 for name, figure in found.items() if name != "soak")
