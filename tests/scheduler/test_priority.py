@@ -187,7 +187,7 @@ def test_without_the_flag_a_priority_is_refused() -> None:
 @example([(1, 0, 3), (1, 0, 3), (13, 0, 3), (1, 0, 3)], (6, 1), 30, 4, False)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=6),
-    head=st.tuples(st.integers(1, 30), st.integers(1, 3)),
+    head=st.tuples(st.integers(1, 28), st.integers(1, 3)),
     pages=st.integers(30, 60),
     rows=st.integers(1, 6),
     shared=st.booleans(),
