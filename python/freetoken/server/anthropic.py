@@ -38,7 +38,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "output_format": (),
     "inference_geo": (),
     "speed": ("standard",),
@@ -185,7 +185,16 @@ def _chat(body: Mapping[str, Any], tools: list[Tool], thinking: bool, effort: st
     if go_on and last.get("tool_calls"):
         raise RequestError("the last message must not be a tool_use without its tool_result", param="messages")
     options = mapping(body, "chat_template_kwargs")
-    return ChatPrompt(messages, not go_on, go_on, options, tools=tools, effort=effort, thinking=thinking)
+    return ChatPrompt(
+        messages,
+        not go_on,
+        go_on,
+        options,
+        tools=tools,
+        effort=effort,
+        effort_param="output_config.effort",
+        thinking=thinking,
+    )
 
 
 def _message(item: Any, where: str) -> list[dict[str, Any]]:

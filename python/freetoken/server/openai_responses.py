@@ -114,6 +114,7 @@ def read_responses(body: Mapping[str, Any], config: Config) -> ResponsesRequest:
         options=mapping(body, "chat_template_kwargs"),
         tools=offered,
         effort=_effort(body),
+        effort_param="reasoning.effort",
     )
     prompt = Prompt(sampling, chat=chat, param="input", tool_choice=choice)
     spec = GenSpec(new_rid("resp"), [prompt], boolean(body, "stream", False), priority=read_priority(body, config))
