@@ -181,3 +181,38 @@ def test_without_the_flag_a_priority_is_refused() -> None:
     h.add("r", [1], 3)
     h.run()
     assert (h.finish("r").status, h.finish("r").param) == (400, "priority")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 14), st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=6),
+    head=st.tuples(st.integers(1, 30), st.integers(1, 3)),
+    pages=st.integers(30, 60),
+    rows=st.integers(1, 6),
+    shared=st.booleans(),
+)
+def test_victims_let_the_next_one_run_and_none_could_be_spared(
+    sizes: list[tuple[int, int, int]], head: tuple[int, int], pages: int, rows: int, shared: bool
+) -> None:
+    h = harness(pages=pages, rows=rows, chunked_prefill_size=512, max_prefill_tokens=512)
+    for i, (length, priority, new) in enumerate(sizes):
+        prompt = [1] * length if shared else [i + 2] * length
+        h.add(f"r{i}", prompt, priority, seed=i, max_new_tokens=new, ignore_eos=True)
+    h.step()
+    h.step()
+    h.scheduler.drain()
+    h.add("head", [1] * head[0], head[1], max_new_tokens=3, ignore_eos=True)
+    chosen = preemption.victims(h.scheduler)
+    residents = [r for r in h.scheduler.resident.values() if r.rid in h.scheduler.live]
+    next_up = next(iter(h.scheduler.waiting.values()))
+    if chosen:
+        assert all(victim.priority < next_up.priority for victim in chosen)
+        spared = [r for r in residents if r not in chosen]
+        assert all((r.priority, -r.arrival) >= (chosen[-1].priority, -chosen[-1].arrival) for r in spared)
+        assert preemption._fewest(h.scheduler, next_up, residents, chosen[:-1]) == []
+    before = h.scheduler.stats().retractions
+    h.step()
+    if chosen:
+        assert next_up.rid not in h.scheduler.waiting
+        assert h.scheduler.stats().retractions >= before + len(chosen)
+    h.scheduler.check()
