@@ -351,9 +351,13 @@ class Scheduler:
             self._retract(req)
 
     def expected_growth(self, residents: Iterable[Req], req: Req) -> int:
-        """Pages that the output of ``residents`` is expected to take, and that of ``req`` if it is admitted beside them."""
+        """Pages that the output of ``residents`` is expected to take, and that of ``req`` if it is admitted beside them.
+
+        As the next step will see it when it comes to admissions, with one more token of each stream.
+        """
         running = [r for r in residents if r.status is Status.RUNNING]
-        expected = sum(self._expected_pages(r, len(r.pages)) for r in running)
+        draws = [r.computed == r.total_len - 1 and r.num_output < r.max_new_tokens for r in running]
+        expected = sum(self._expected_pages(r, len(r.pages), int(more)) for r, more in zip(running, draws))
         own = self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
         # Alone a request always fits: its limit was cut to the pool.
         return expected + own if running else 0
@@ -388,8 +392,9 @@ class Scheduler:
         self._stats.prompt_tokens += req.prompt_len
         self._stats.cached_tokens += req.cached_tokens
 
-    def _expected_pages(self, req: Req, held: int) -> int:
-        total = req.total_len
+    def _expected_pages(self, req: Req, held: int, more: int = 0) -> int:
+        """Pages beyond ``held`` that a request is expected to take, once ``more`` tokens of it have been scheduled."""
+        total = req.total_len + more
         left = req.max_new_tokens - (total - req.prompt_len)
         return policy.expected_pages(total, left, held, self._ratio.value, self._page_size)
 
