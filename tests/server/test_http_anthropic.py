@@ -230,5 +230,10 @@ def test_effort_and_format() -> None:
         body = {"model": "tiny", "max_tokens": 5, "messages": say("x")}
         config = {"effort": "max", "format": {"type": "json_schema", "schema": schema}}
         assert served.post("/v1/messages", {**body, "output_config": config}).status_code == 200
+        # Effort does not turn on what was not asked for.
+        assert any(text.endswith("assistant\n<think>\n\n</think>\n\n") for text in served.tokenizer.encoded)
         grammar = served.fake.added[-1].sampling.grammar
         assert grammar.kind == "json_schema" and json.loads(grammar.text) == schema
+    with serving() as served:
+        answer = served.post("/v1/messages", {**body, "output_config": {"effort": "low"}})
+        assert answer.status_code == 400 and "output_config.effort" in answer.json()["error"]["message"]

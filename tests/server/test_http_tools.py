@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from server.conftest import Served, serving
@@ -217,3 +218,25 @@ def test_template_without_tools_reads_hermes_calls(server: Served) -> None:
     message, reason = both(server, messages=say(HERMES_CALL), tools=[TOOL])
     assert reason == "tool_calls" and json.loads(message["tool_calls"][0][1]) == BERN
     assert "You can call functions." in server.tokenizer.encoded[-1]
+
+
+def test_the_clients_own_stream_helper_and_strict_tools(qwen3: Served) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+        days: int
+
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    fields: dict[str, Any] = {"model": "tiny", "messages": say(f"I look.\n{HERMES_CALL}"), "tools": [tool]}
+    with qwen3.openai.chat.completions.stream(**fields) as stream:
+        kinds = {event.type for event in stream}
+        choice = stream.get_final_completion().choices[0]
+    assert {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    parsed = choice.message.tool_calls[0].function.parsed_arguments
+    assert parsed == Weather(city="Bern", days=2)
+    assert (
+        qwen3.openai.chat.completions.parse(**fields).choices[0].message.tool_calls[0].function.parsed_arguments
+        == parsed
+    )
+    # A strict tool's arguments are held to its schema.
+    assert '"additionalProperties": false' in qwen3.fake.added[-1].sampling.grammar.text

@@ -53,7 +53,7 @@ def check_schema(text: str, limits: LLParserLimits) -> Fault | None:
         return "", f"the schema is not valid JSON: {error}"
     if not isinstance(schema, dict):
         return "", "the schema must be an object"
-    if _too_deep(schema):
+    if too_deep(schema, MAX_DEPTH):
         return "", f"the schema is nested more than {MAX_DEPTH} levels deep"
     reason = _refusal(schema, limits)
     if reason is None:
@@ -65,14 +65,15 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _too_deep(schema: Any) -> bool:
-    level = [schema]
-    for _ in range(MAX_DEPTH):
+def too_deep(value: Any, limit: int) -> bool:
+    """Whether lists and objects stand ``limit`` deep in each other, or deeper."""
+    level = [value]
+    for _ in range(limit):
         level = [
             child
-            for value in level
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
         ]
         if not level:
             return False

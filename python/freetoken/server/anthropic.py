@@ -13,7 +13,16 @@ from typing import Any
 
 from freetoken.errors import RequestError
 from freetoken.sampling_params import Grammar, SamplingParams, schema_text
-from freetoken.server.chat import check_tool_names, made_call, make_tool, must_call, text_part, tool_list, unsupported
+from freetoken.server.chat import (
+    check_tool_names,
+    made_call,
+    make_tool,
+    must_call,
+    text_content,
+    text_part,
+    tool_list,
+    unsupported,
+)
 from freetoken.server.chat_output import ChatStyle
 from freetoken.server.generation import ChatPrompt, GenSpec, Prompt, ToolChoice, new_rid
 from freetoken.server.openai import MAX_TOKENS
@@ -38,7 +47,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "output_format": (),
     "inference_geo": (),
     "speed": ("standard",),
@@ -177,7 +186,7 @@ def _chat(body: Mapping[str, Any], tools: list[Tool], thinking: bool, effort: st
         raise RequestError("messages must be a list that is not empty", param="messages")
     messages: list[dict[str, Any]] = []
     if body.get("system") is not None:
-        messages.append({"role": "system", "content": _texts(body["system"], "system")})
+        messages.append({"role": "system", "content": text_content(body["system"], "system")})
     for index, item in enumerate(value):
         messages += _message(item, f"messages[{index}]")
     last = messages[-1]
@@ -185,7 +194,16 @@ def _chat(body: Mapping[str, Any], tools: list[Tool], thinking: bool, effort: st
     if go_on and last.get("tool_calls"):
         raise RequestError("the last message must not be a tool_use without its tool_result", param="messages")
     options = mapping(body, "chat_template_kwargs")
-    return ChatPrompt(messages, not go_on, go_on, options, tools=tools, effort=effort, thinking=thinking)
+    return ChatPrompt(
+        messages,
+        not go_on,
+        go_on,
+        options,
+        tools=tools,
+        effort=effort,
+        effort_param="output_config.effort",
+        thinking=thinking,
+    )
 
 
 def _message(item: Any, where: str) -> list[dict[str, Any]]:
@@ -223,7 +241,7 @@ def _tool_result(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     identity = string(block, "tool_use_id", at)
     if identity is None:
         raise RequestError(f"{at}.tool_use_id is missing", param=f"{at}.tool_use_id")
-    content = _texts(block["content"], f"{at}.content") if block.get("content") is not None else ""
+    content = text_content(block["content"], f"{at}.content") if block.get("content") is not None else ""
     if boolean(block, "is_error", False, at):
         content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
     return {"role": "tool", "tool_call_id": identity, "content": content}
@@ -248,12 +266,3 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
     if len(message["content"]) < 2:
         message["content"] = message["content"][0]["text"] if message["content"] else ""
     return [message]
-
-
-def _texts(value: Any, where: str) -> str | list[dict[str, str]]:
-    """A string, or text blocks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RequestError(f"{where} must be a string or a list of text blocks", param=where)
-    return [text_part(part, f"{where}[{index}]") for index, part in enumerate(value)]

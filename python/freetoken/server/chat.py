@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from freetoken.errors import RequestError
+from freetoken.grammar.schema import too_deep
 from freetoken.server.generation import ChatPrompt, ToolChoice
 from freetoken.server.parsers.base import Tool
 from freetoken.server.parsers.json_scan import complete_object
@@ -25,21 +26,6 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 def unsupported(where: str, what: str = "is not supported by this server") -> RequestError:
     """A part of the protocol that is not served."""
     return RequestError(f"{where} {what}", param=where, code="unsupported_parameter")
-
-
-def too_deep(value: Any, limit: int) -> bool:
-    """Whether lists and objects stand more than ``limit`` deep in each other."""
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return True
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -178,7 +164,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
             raise unsupported(f"{where}.{name}")
     calls = _tool_calls(item, where) if role == "assistant" else []
     content = item.get("content")
-    message = {"role": role, "content": "" if calls and content is None else _content(content, f"{where}.content")}
+    message = {"role": role, "content": "" if calls and content is None else text_content(content, f"{where}.content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := string(item, name, where)) is not None:
             message[name] = value
@@ -189,13 +175,13 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, where: str) -> str | list[dict[str, str]]:
-    """A string, or text parts."""
+def text_content(value: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str | list[dict[str, str]]:
+    """A string, or text parts under the names ``kinds``."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise RequestError(f"{where} must be a string or a list of text parts", param=where)
-    return [text_part(part, f"{where}[{index}]") for index, part in enumerate(value)]
+    return [text_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(value)]
 
 
 def text_part(part: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> dict[str, str]:

@@ -28,7 +28,7 @@ class ChatPrompt:
 
     A message's content is a string or a list of text parts; ``options`` are extra template variables; ``tools`` are shown
     to the model. ``effort`` (``none`` to ``xhigh``) and ``thinking`` ask for more or less reasoning, ``None`` for what the
-    template does on its own.
+    template does on its own; ``effort_param`` is the former's field in the client's request.
     """
 
     messages: list[dict[str, Any]]
@@ -37,6 +37,7 @@ class ChatPrompt:
     options: dict[str, Any] = field(default_factory=dict)
     tools: list[Tool] = field(default_factory=list)
     effort: str | None = None
+    effort_param: str = "reasoning_effort"
     thinking: bool | None = None
 
     @property

@@ -19,6 +19,7 @@ from freetoken.server.chat import (
     make_tool,
     read_effort,
     read_tool_choice,
+    text_content,
     text_part,
     tool_list,
     unsupported,
@@ -114,6 +115,7 @@ def read_responses(body: Mapping[str, Any], config: Config) -> ResponsesRequest:
         options=mapping(body, "chat_template_kwargs"),
         tools=offered,
         effort=_effort(body),
+        effort_param="reasoning.effort",
     )
     prompt = Prompt(sampling, chat=chat, param="input", tool_choice=choice)
     spec = GenSpec(new_rid("resp"), [prompt], boolean(body, "stream", False), priority=read_priority(body, config))
@@ -224,7 +226,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
         role = item.get("role")
         if role not in ROLES or role == "tool":
             raise RequestError(f"{where}.role must be system, developer, user or assistant", param=f"{where}.role")
-        content = _content(item.get("content"), f"{where}.content")
+        content = text_content(item.get("content"), f"{where}.content", _PARTS)
         if role == "assistant":
             turn = _turn(messages)
             turn["content"] = content if not turn["content"] else _joined(turn["content"], content)
@@ -237,7 +239,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
         call = made_call(string(item, "call_id", where), name, item.get("arguments"), f"{where}.arguments")
         _turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        content = _content(item.get("output"), f"{where}.output")
+        content = text_content(item.get("output"), f"{where}.output", _PARTS)
         identity = string(item, "call_id", where)
         if identity is None:
             raise RequestError(f"{where}.call_id is missing", param=f"{where}.call_id")
@@ -259,14 +261,6 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _joined(first: Any, second: Any) -> list[dict[str, str]]:
     parts = [value if isinstance(value, list) else [{"type": "text", "text": value}] for value in (first, second)]
     return [*parts[0], *parts[1]]
-
-
-def _content(value: Any, where: str) -> str | list[dict[str, str]]:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
-    return [text_part(part, f"{where}[{index}]", _PARTS) for index, part in enumerate(value)]
 
 
 def _thoughts(item: Mapping[str, Any], where: str) -> str:

@@ -173,6 +173,8 @@ class _Compiled:
                 raise RequestError(f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
         options = dict(prompt.options)
         switch = next((name for name in _THINKING_SWITCHES if name in self.variables), None)
+        if prompt.thinking is not None and switch is not None:
+            options.setdefault(switch, prompt.thinking)
         if prompt.effort is not None:
             if _EFFORT in self.variables:
                 options.setdefault(_EFFORT, prompt.effort)
@@ -180,12 +182,10 @@ class _Compiled:
                 options.setdefault(switch, prompt.effort != "none")
             if _EFFORT not in self.variables and switch is None:
                 raise RequestError(
-                    "reasoning_effort is not supported: the model's chat template has no switch for it",
-                    param=_EFFORT,
+                    f"{prompt.effort_param} is not supported: the model's chat template has no switch for it",
+                    param=prompt.effort_param,
                     code="unsupported_parameter",
                 )
-        if prompt.thinking is not None and switch is not None:
-            options.setdefault(switch, prompt.thinking)
         return options
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
