@@ -146,7 +146,7 @@ class GatedDeltaNet:
         count, w = fb.num_decodes, self.weights
         inputs = (qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps)
         # A slot is written once a step, and every step begins by gathering ids and embeddings, which waits for the step before.
-        return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True)
+        return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True, sigmoid=self.geometry.sigmoid_gate)
 
     def _prefill(
         self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor
@@ -160,7 +160,7 @@ class GatedDeltaNet:
         q, k = (heads.unflatten(1, (g.num_key_heads, g.key_head_dim)) for heads in (q, k))
         v = v.unflatten(1, (g.num_value_heads, g.value_head_dim))
         o = self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
-        return self.ops.prefill.norm(o, z, w.norm, self.eps)
+        return self.ops.prefill.norm(o, z, w.norm, self.eps, g.sigmoid_gate)
 
 
 class GatedProjection(ColumnLinear):
