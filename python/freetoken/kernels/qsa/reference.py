@@ -79,10 +79,10 @@ def _scores(index_q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _best(scores: torch.Tensor, count: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``count`` best blocks ``[..., T, count]`` of the first ``whole [..., T]``, and whether there are so many.
 
-    Scores are not negative, so the bits of a float32 order as it does; below them the number of the block breaks ties.
+    Scores are not negative (``abs`` makes a zero of either sign the same), so the bits of a float32 order as it does; below them the number of the block breaks ties.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
-    rank = (scores.contiguous().view(torch.int32).long() << 32) - blocks
+    rank = (scores.abs().contiguous().view(torch.int32).long() << 32) - blocks
     rank = torch.where(blocks < whole[..., None], rank, torch.iinfo(torch.int64).min)
     found, best = rank.topk(min(count, scores.shape[-1]), sorted=False)
     return best, found > torch.iinfo(torch.int64).min
