@@ -24,6 +24,8 @@ MOE_SLICE_TOKENS = 8192
 
 # What tables of n-gram embeddings may take of the GPU memory that weights leave, and of the host's, when nothing was asked for.
 TABLE_SHARE, HOST_SHARE = 0.5, 0.85
+# Elements that attention over selected tokens gathers at a time for decodes, and of the mask of a part of a prompt piece.
+INDEX_GATHER_ELEMENTS, INDEX_MASK_ELEMENTS = 1 << 25, 1 << 20
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
 # Float32 copies of the residual streams of a block of tokens that n-gram embeddings hold at once.
@@ -79,8 +81,20 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
         tokens += wide * element * prefill_tokens + PLE_BLOCK_COPIES * ple.channels * 4 * min(
             BLOCK_TOKENS, prefill_tokens
         )
+    tokens += _indexer_bytes(model, element)
     matrix = 0 if model.fp8 is None else max(2 * model.intermediate_size, widest) * model.hidden_size * element
     return tokens + matrix + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+
+
+def _indexer_bytes(model: ModelConfig, element: int) -> int:
+    """Temporary bytes of attention over selected tokens: K and V of one text, scores of a part of its queries and of their blocks, or
+    what decodes gather at a time with its float32 copy. Nothing where a text cannot be longer than what is always seen."""
+    indexer = model.indexer
+    if indexer is None or model.max_position_embeddings <= indexer.visible:
+        return 0
+    text = 2 * model.max_position_embeddings * model.kv_size * element
+    piece = INDEX_MASK_ELEMENTS * (2 * 4 * model.num_heads + 4 * (indexer.num_heads + 8) // indexer.ratio)
+    return max(text + piece, INDEX_GATHER_ELEMENTS * (element + 8))
 
 
 def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:

@@ -19,11 +19,8 @@ import torch.nn.functional as F
 
 from freetoken.kernels.rope_kv.reference import Lines, rotate
 from freetoken.models.config import IndexerConfig
+from freetoken.runner.memory import INDEX_GATHER_ELEMENTS, INDEX_MASK_ELEMENTS
 
-GATHER_ELEMENTS = 1 << 25
-"""Elements of keys, or of K and V, that decodes gather at a time."""
-MASK_ELEMENTS = 1 << 20
-"""Elements of the mask of one part of a prompt piece."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def attend_decodes(
     Shapes depend on ``longest`` alone, so that it may be captured. Lanes are taken so many at a time as bounds what is gathered.
     """
     width = max(longest // config.ratio * config.head_dim, config.visible * 2 * pools.k.shape[1] * pools.k.shape[3])
-    count = max(1, GATHER_ELEMENTS // width)
+    count = max(1, INDEX_GATHER_ELEMENTS // width)
     out = []
     for begin in range(0, q.shape[0], count):
         lanes = slice(begin, begin + count)
@@ -166,7 +163,7 @@ def attend_piece(
     token = torch.arange(seq_len, device=device)
     keys = pools.index[pages].flatten(0, 1)[ratio - 1 : seq_len : ratio]
     out = torch.empty_like(q)
-    step = max(1, MASK_ELEMENTS // seq_len)
+    step = max(1, INDEX_MASK_ELEMENTS // seq_len)
     for begin in range(0, q.shape[0], step):
         part = slice(begin, begin + step)
         at = token[seq_len - q.shape[0] :][part]
