@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tiny_qwen4_exp import qwen4_exp_config, table_tensors
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -36,7 +37,6 @@ from freetoken.loader.names import (
 )
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from freetoken.models.parse import parse_hf_config
-from tiny_qwen4_exp import qwen4_exp_config, table_tensors
 
 try:
     import gguf

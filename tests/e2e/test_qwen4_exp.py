@@ -79,7 +79,9 @@ def model(open_model: Callable[[str], Model]) -> Model:
 
 def prompts(count: int, longest: int = 60) -> list[list[int]]:
     """Some ids are the boundary that n-grams do not reach over."""
-    return [[BOUNDARY if i % 11 == 4 else token for i, token in enumerate(p)] for p in random_prompts(count, 3, longest)]
+    return [
+        [BOUNDARY if i % 11 == 4 else token for i, token in enumerate(p)] for p in random_prompts(count, 3, longest)
+    ]
 
 
 def poison(rig: Rig) -> Rig:
@@ -110,7 +112,14 @@ def test_geometry(name: str, open_model: Callable[[str], Model]) -> None:
     check(model.oracle, list(rig.answers.values()))
 
 
-CHOSEN = ("one by one", "chunks of 1", "chunks of 7", "pages of 1", "retraction, small chunks", "graphs, overlap, retraction")
+CHOSEN = (
+    "one by one",
+    "chunks of 1",
+    "chunks of 7",
+    "pages of 1",
+    "retraction, small chunks",
+    "graphs, overlap, retraction",
+)
 
 
 @pytest.mark.parametrize("way", CHOSEN)
@@ -153,7 +162,12 @@ def test_prefix_hits(page: int, model: Model) -> None:
     rig = Rig(model.path, page_size=page, cuda_graph_bs=BUCKETS)
     base = [(7 * index + 3) % 384 for index in range(100)]
     answers = rig.serve([base], max_new_tokens=8)
-    cases = [(base + answers[0].ids, 99), ([*base, 5, 9, 200], 99), ([*base[:78], 1, 2], 0), ([*base[:78], 8, 8, 8], 78)]
+    cases = [
+        (base + answers[0].ids, 99),
+        ([*base, 5, 9, 200], 99),
+        ([*base[:78], 1, 2], 0),
+        ([*base[:78], 8, 8, 8], 78),
+    ]
     for prompt, kept in cases:
         poison(rig)
         (answer,) = rig.serve([prompt], max_new_tokens=8, logprobs=1)

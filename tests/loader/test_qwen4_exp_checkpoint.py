@@ -37,12 +37,18 @@ def test_the_published_geometry() -> None:
     assert (model.indexer.blocks, model.indexer.visible) == (512, 2051)
     assert model.linear_attention is not None and model.linear_attention.sigmoid_gate
     assert model.linear_attention.channels == 10_240 and model.rotary_dim == 64
-    assert model.moe is not None and (model.moe.num_experts, model.moe.top_k, model.moe.norm_topk_prob) == (512, 10, True)
+    assert model.moe is not None and (model.moe.num_experts, model.moe.top_k, model.moe.norm_topk_prob) == (
+        512,
+        10,
+        True,
+    )
     assert model.ple is not None and (model.ple.layers, model.ple.boundary_id) == ((1,), 248_044)
     assert model.ple.table_rows(0) == 320_001_536
     assert model.kv_bytes_per_token(2) == 24_576 + 12 * 128 * 2
     shapes = expected_tensors(model, stacked=True)
-    experts = sum(torch.Size(shape).numel() for name, shape in shapes.items() if ".experts." in name and "scale" not in name)
+    experts = sum(
+        torch.Size(shape).numel() for name, shape in shapes.items() if ".experts." in name and "scale" not in name
+    )
     assert experts == 3 * 2560 * 640 * 512 * 48
     beside = sum(tensor_bytes(n, s, shapes, 2) for n, s in shapes.items() if ".experts." not in n)
     assert 4 * 2**30 < beside < 10 * 2**30
@@ -109,7 +115,7 @@ def test_weights_are_those_of_transformers(tiny: Path) -> None:
         if ".experts." not in name:
             assert torch.equal(tensor, oracle[name]), name
             seen.add(name)
-    assert {part for part in checkpoint.aside} == {"vision tower", "multi-token prediction"}
+    assert set(checkpoint.aside) == {"vision tower", "multi-token prediction"}
     missing = {name for name in oracle if ".experts." not in name and "ple_embedding" not in name} - seen
     assert not missing
 
@@ -120,8 +126,14 @@ LAYER = "model.language_model.layers.2.self_attn."
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda t: t.pop(f"{LAYER}indexer.k_layernorm.weight"), "lacks tensor 'model.layers.2.self_attn.indexer.k_layernorm"),
-        (lambda t: t.pop("model.language_model.hyper_connection_mixer.hc_norm.weight"), "lacks tensor .*mixer.hc_norm.weight"),
+        (
+            lambda t: t.pop(f"{LAYER}indexer.k_layernorm.weight"),
+            "lacks tensor 'model.layers.2.self_attn.indexer.k_layernorm",
+        ),
+        (
+            lambda t: t.pop("model.language_model.hyper_connection_mixer.hc_norm.weight"),
+            "lacks tensor .*mixer.hc_norm.weight",
+        ),
         (lambda t: t.update({f"{LAYER}indexer.index_qk_proj.weight": torch.ones(4, 64)}), r"has shape \[4, 64\]"),
         (lambda t: t.update({"model.language_model.norm.weight": torch.ones(64)}), "norm.weight' is not part of"),
         (lambda t: t.pop("model.language_model.layers.1.ple.conv1d.weight"), "lacks tensor .*ple.conv1d.weight"),

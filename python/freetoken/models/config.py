@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from freetoken.models.ple_config import PleConfig
@@ -58,13 +58,16 @@ class IndexerConfig:
     """What chooses the tokens that a query of full attention sees.
 
     Keys of ``ratio`` tokens make a block. ``num_heads`` index queries of ``head_dim`` score all whole blocks before the query; it sees
-    the tokens of the best ``budget // ratio`` of them, and those after the last whole block.
+    the tokens of the best ``budget // ratio`` of them, and those after the last whole block. ``gather_elements`` and ``mask_elements``
+    bound the temporary memory of attention over them.
     """
 
     num_heads: int
     head_dim: int
     budget: int
     ratio: int
+    gather_elements: ClassVar[int] = 1 << 25
+    mask_elements: ClassVar[int] = 1 << 20
 
     @property
     def blocks(self) -> int:

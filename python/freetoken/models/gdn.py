@@ -146,7 +146,9 @@ class GatedDeltaNet:
         count, w = fb.num_decodes, self.weights
         inputs = (qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps)
         # A slot is written once a step, and every step begins by gathering ids and embeddings, which waits for the step before.
-        return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True, sigmoid=self.geometry.sigmoid_gate)
+        return self.ops.decode(
+            *inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True, sigmoid=self.geometry.sigmoid_gate
+        )
 
     def _prefill(
         self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor

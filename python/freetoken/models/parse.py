@@ -197,7 +197,9 @@ def parse_hf_config(
         attention_bias=r.boolean("attention_bias", False),
         mlp_bias=architecture == "LlamaForCausalLM" and r.boolean("mlp_bias", False),
         layer_types=layer_types,
-        linear_attention=_linear_attention(r, parse_gate(r) if fourth else False) if LINEAR_ATTENTION in layer_types else None,
+        linear_attention=_linear_attention(r, parse_gate(r) if fourth else False)
+        if LINEAR_ATTENTION in layer_types
+        else None,
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
@@ -235,8 +237,7 @@ def _refuse_unserved_features(r: _Reader, hybrid: bool, indexed: bool) -> None:
         r.fail("hidden_act", f"{_brief(activation)} is not served; silu is")
     if r.boolean("use_sliding_window", False):
         r.fail("use_sliding_window", "is true, but sliding-window attention is not served")
-    served = (FULL_ATTENTION, LINEAR_ATTENTION) if hybrid else (FULL_ATTENTION,)
-    served += (INDEXED_ATTENTION,) if indexed else ()
+    served = [FULL_ATTENTION, *([LINEAR_ATTENTION] if hybrid else []), *([INDEXED_ATTENTION] if indexed else [])]
     layer_types = r.values.get("layer_types")
     if isinstance(layer_types, list):
         for kind in layer_types:

@@ -24,8 +24,6 @@ MOE_SLICE_TOKENS = 8192
 
 # What tables of n-gram embeddings may take of the GPU memory that weights leave, and of the host's, when nothing was asked for.
 TABLE_SHARE, HOST_SHARE = 0.5, 0.85
-# Elements that attention over selected tokens gathers at a time for decodes, and of the mask of a part of a prompt piece.
-INDEX_GATHER_ELEMENTS, INDEX_MASK_ELEMENTS = 1 << 25, 1 << 20
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
 # Float32 copies of the residual streams of a block of tokens that n-gram embeddings hold at once.
@@ -93,8 +91,8 @@ def _indexer_bytes(model: ModelConfig, element: int) -> int:
     if indexer is None or model.max_position_embeddings <= indexer.visible:
         return 0
     text = 2 * model.max_position_embeddings * model.kv_size * element
-    piece = INDEX_MASK_ELEMENTS * (2 * 4 * model.num_heads + 4 * (indexer.num_heads + 8) // indexer.ratio)
-    return max(text + piece, INDEX_GATHER_ELEMENTS * (element + 8))
+    piece = indexer.mask_elements * (2 * 4 * model.num_heads + 4 * (indexer.num_heads + 8) // indexer.ratio)
+    return max(text + piece, indexer.gather_elements * (element + 8))
 
 
 def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:

@@ -231,7 +231,9 @@ def gdn_decode_kernel(
 
     out = out_ptr + (lane * V_HEADS + head) * DV
     if SPLITS == 1:
-        tl.store(out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE, SIGMOID, ON_GPU), mask=head_row < DV)
+        tl.store(
+            out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE, SIGMOID, ON_GPU), mask=head_row < DV
+        )
     else:
         number = lane * V_HEADS + head
         tl.store(parts_ptr + number * DV + head_row, o, mask=head_row < DV)
@@ -241,7 +243,9 @@ def gdn_decode_kernel(
             o_all = tl.load(parts_ptr + number * DV + whole_row, mask=inside, other=0.0, cache_modifier=".cg")
             z_all = tl.load(z_ptr + lane * z_stride + head * DV + whole_row, mask=inside, other=0.0)
             tl.store(
-                out + whole_row, _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE, SIGMOID, ON_GPU), mask=inside
+                out + whole_row,
+                _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE, SIGMOID, ON_GPU),
+                mask=inside,
             )
             tl.store(arrivals_ptr + number, 0)
 

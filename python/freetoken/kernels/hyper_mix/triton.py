@@ -104,9 +104,7 @@ def squash(low: torch.Tensor, streams: int) -> torch.Tensor:
 
 
 @triton.jit
-def mix_kernel(
-    normed_ptr, gate_ptr, out_ptr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
-):
+def mix_kernel(normed_ptr, gate_ptr, out_ptr, STREAMS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """Grid ``(ceil(H / BLOCK), T)``."""
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -13,14 +13,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from freetoken.kernels.rope_kv.reference import Lines, rotate
-from freetoken.models.config import IndexerConfig
-from freetoken.runner.memory import INDEX_GATHER_ELEMENTS, INDEX_MASK_ELEMENTS
 
+
+class Geometry(Protocol):
+    """The indexer: ``ratio`` tokens a block, of which a query sees the ``blocks`` best and the open one, ``visible`` tokens at most.
+
+    Decodes gather ``gather_elements`` of keys, or of K and V, at a time; a part of a prompt piece has a mask of ``mask_elements``.
+    """
+
+    gather_elements: int
+    mask_elements: int
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of an index key."""
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def blocks(self) -> int:
+        """Whole blocks that a query sees at most."""
+
+    @property
+    def visible(self) -> int:
+        """Tokens that a query sees at most."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +117,7 @@ def attend_decodes(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     longest: int,
-    config: IndexerConfig,
+    config: Geometry,
     scale: float,
 ) -> torch.Tensor:
     """``[B, Hq * D]``: one query ``q [B, Hq, D]`` of each request, at the end of its ``seq_lens [B]`` tokens, ``longest`` at most.
@@ -101,7 +125,7 @@ def attend_decodes(
     Shapes depend on ``longest`` alone, so that it may be captured. Lanes are taken so many at a time as bounds what is gathered.
     """
     width = max(longest // config.ratio * config.head_dim, config.visible * 2 * pools.k.shape[1] * pools.k.shape[3])
-    count = max(1, INDEX_GATHER_ELEMENTS // width)
+    count = max(1, config.gather_elements // width)
     out = []
     for begin in range(0, q.shape[0], count):
         lanes = slice(begin, begin + count)
@@ -118,7 +142,7 @@ def select(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     longest: int,
-    config: IndexerConfig,
+    config: Geometry,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat slots ``[B, S]`` that the last token of each request sees, and which of them count."""
     ratio, device = config.ratio, index_q.device
@@ -153,7 +177,7 @@ def attend_piece(
     page_table: torch.Tensor,
     row: torch.Tensor,
     seq_len: int,
-    config: IndexerConfig,
+    config: Geometry,
     scale: float,
 ) -> torch.Tensor:
     """``[T, Hq * D]``: queries ``q [T, Hq, D]``, the last of the ``seq_len`` tokens of the request in ``row [1]``."""
@@ -163,7 +187,7 @@ def attend_piece(
     token = torch.arange(seq_len, device=device)
     keys = pools.index[pages].flatten(0, 1)[ratio - 1 : seq_len : ratio]
     out = torch.empty_like(q)
-    step = max(1, INDEX_MASK_ELEMENTS // seq_len)
+    step = max(1, config.mask_elements // seq_len)
     for begin in range(0, q.shape[0], step):
         part = slice(begin, begin + step)
         at = token[seq_len - q.shape[0] :][part]
