@@ -16,7 +16,7 @@ from freetoken.models.gdn import GatedDeltaNet, HybridOps
 from freetoken.models.hyper import HyperConnection, HyperLayer
 from freetoken.models.layers import Placement, Weighted
 from freetoken.models.ple import PerLayerEmbeddings
-from freetoken.models.qsa import IndexedAttention, make_index_step
+from freetoken.models.qsa import IndexedAttention, make_index_pass, make_qsa
 from freetoken.models.qwen3_5 import Qwen35Model
 
 if TYPE_CHECKING:
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class HyperOps(HybridOps):
-    """The fused ops of a hybrid decoder with hyper-connections."""
+    """The fused ops of a hybrid decoder with hyper-connections and an indexer."""
 
     def __init__(self, config: ModelConfig, device: torch.device, max_positions: int) -> None:
         super().__init__(config, device, max_positions)
         self.hyper = HyperMix(choose_op("hyper_mix", device.type))
-        self.choices.append(self.hyper.choice)
+        self.qsa = make_qsa(config, self.rope.table)
+        self.choices += [self.hyper.choice, self.qsa.choice]
 
 
 class Qwen4ExpModel(Qwen35Model):
@@ -51,7 +52,7 @@ class Qwen4ExpModel(Qwen35Model):
         rank = kinds[:index].count(kinds[index])
         if kinds[index] == LINEAR_ATTENTION:
             return GatedDeltaNet(self.config, self.ops, place, f"{prefix}.linear_attn", rank)
-        return IndexedAttention(self.config, self.ops, place, f"{prefix}.self_attn", rank)
+        return IndexedAttention(self.config, self.ops, self.ops.qsa, place, f"{prefix}.self_attn", rank)
 
     def make_norm(self, place: Placement) -> HyperConnection:
         """The last read of the streams, which has a norm of its own; n-gram embeddings are made here, too."""
@@ -82,7 +83,7 @@ class Qwen4ExpModel(Qwen35Model):
             assert states is not None
             embedded = self.ple.begin(fb, states)
         rope = self.ops.rope.prepare(fb.positions, fb.out_slots, kv.page_size)
-        index = make_index_step(self.ops.rope.table, indexer, fb, kv.page_size)
+        index = make_index_pass(self.ops.qsa, fb, kv.page_size, indexer.visible)
         step = Pass(fb, kv, rope, backend, states, self.prepare(fb), index)
         streams, pending = self.embedding(fb.input_ids).repeat(1, hyper.streams), None
         for layer in self.layers:

@@ -11,14 +11,13 @@ Formulas are those of ``qwen4_exp`` in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from freetoken.kernels.rope_kv.reference import Lines, rotate
+from freetoken.kernels.rope_kv.reference import Lines, head_norm, rotate
 
 
 class Geometry(Protocol):
@@ -57,7 +56,6 @@ class IndexStep:
     out_slots: torch.Tensor
     block_slots: torch.Tensor
     ends: torch.Tensor
-    sparse: bool
 
 
 @dataclass(frozen=True)
@@ -79,16 +77,28 @@ def flat_slots(page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Te
     return page_table[rows[:, None], page].long() * page_size + positions - page * page_size
 
 
-def store_keys(
-    raw: torch.Tensor, pool: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor], step: IndexStep
-) -> None:
-    """Put ``raw [T, Di]`` into ``pool [pages, page_size, Di]``, and the keys of the blocks that end in this step."""
-    rows = pool.view(-1, pool.shape[2])
+def index(
+    projected: torch.Tensor,
+    pool: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    step: IndexStep,
+) -> torch.Tensor:
+    """Index queries ``[T, Hi, Di]``, normed and rotated, of ``projected [T, (Hi + 1) Di]`` (queries, then the raw key).
+
+    Raw keys go to ``pool [pages, page_size, Di]``, and the keys of the blocks that end in this step in place of the last of theirs.
+    ``norms`` are the float32 weights ``[Di]`` for queries and keys.
+    """
+    size = pool.shape[2]
+    heads = projected.unflatten(1, (-1, size))
+    rows = pool.view(-1, size)
+    raw = heads[:, -1]
     stored = raw.to(pool.dtype)
     rows[step.out_slots] = stored
     mean = rows[step.block_slots].float().mean(1).to(raw.dtype)
-    keys = rotate(norm(mean)[:, None], step.key_lines)[:, 0]
+    keys = rotate(head_norm(mean[:, None], norms[1], eps), step.key_lines)[:, 0]
     rows[step.out_slots] = torch.where(step.ends[:, None], keys.to(pool.dtype), stored)
+    return rotate(head_norm(heads[:, :-1], norms[0], eps), step.query_lines)
 
 
 def _scores(index_q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -131,8 +141,22 @@ def attend_decodes(
         lanes = slice(begin, begin + count)
         lens = seq_lens[lanes].long()
         chosen, valid = select(index_q[lanes], pools, page_table, rows[lanes], lens, longest, config)
-        out.append(_attend_slots(q[lanes], pools, chosen, valid, scale))
+        out.append(attend_slots(q[lanes], pools, chosen, valid, scale))
     return torch.cat(out) if out else q.flatten(1)
+
+
+def score(
+    index_q: torch.Tensor,
+    pools: Pools,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    longest: int,
+    config: Geometry,
+) -> torch.Tensor:
+    """Scores ``[B, longest // ratio]`` float32 of the blocks of each request; those past its end mean nothing."""
+    ends = torch.arange(config.ratio - 1, longest, config.ratio, device=index_q.device).expand(rows.shape[0], -1)
+    keys = pools.index.view(-1, config.head_dim)[flat_slots(page_table, rows, ends, pools.page_size)]
+    return _scores(index_q[:, None], keys)[:, 0]
 
 
 def select(
@@ -145,21 +169,30 @@ def select(
     config: Geometry,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat slots ``[B, S]`` that the last token of each request sees, and which of them count."""
-    ratio, device = config.ratio, index_q.device
-    ends = torch.arange(ratio - 1, longest, ratio, device=device).expand(rows.shape[0], -1)
-    keys = pools.index.view(-1, config.head_dim)[flat_slots(page_table, rows, ends, pools.page_size)]
+    scores = score(index_q, pools, page_table, rows, longest, config)
+    return select_best(scores, page_table, rows, seq_lens, pools.page_size, config)
+
+
+def select_best(
+    scores: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    config: Geometry,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`select`, from the scores ``[B, blocks]``."""
+    ratio, device = config.ratio, scores.device
     whole = torch.div(seq_lens, ratio, rounding_mode="floor")
-    best, found = _best(_scores(index_q[:, None], keys)[:, 0], config.blocks, whole)
+    best, found = _best(scores, config.blocks, whole)
     inside = torch.arange(ratio, device=device)
     tail = whole[:, None] * ratio + inside[:-1]
     positions = torch.cat([(best[..., None] * ratio + inside).flatten(1), tail], 1)
     valid = torch.cat([found.repeat_interleave(ratio, 1), tail < seq_lens[:, None]], 1)
-    return flat_slots(page_table, rows, positions.where(valid, 0), pools.page_size), valid
+    return flat_slots(page_table, rows, positions.where(valid, 0), page_size), valid
 
 
-def _attend_slots(
-    q: torch.Tensor, pools: Pools, slots: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend_slots(q: torch.Tensor, pools: Pools, slots: torch.Tensor, valid: torch.Tensor, scale: float) -> torch.Tensor:
     kv_heads, size = pools.k.shape[1], pools.k.shape[3]
     page = torch.div(slots, pools.page_size, rounding_mode="floor")
     offset = slots - page * pools.page_size
