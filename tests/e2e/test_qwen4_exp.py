@@ -13,6 +13,9 @@ from oracle import Oracle
 from rig import Rig
 from ways import BUCKETS, TIGHT, WAYS, Model, check, dequantised, random_prompts, serve_all_ways
 
+from freetoken.kernels.dispatch import Choice
+from freetoken.models import qsa, qwen4_exp
+
 BOUNDARY = 2
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "two tables": {"layer_pattern": "lflf", "ple_layers": "1,3", "norm_topk": True, "seed": 1},
@@ -173,6 +176,20 @@ def test_prefix_hits(page: int, model: Model) -> None:
         (answer,) = rig.serve([prompt], max_new_tokens=8, logprobs=1)
         assert answer.cached_tokens == kept // page * page
         answers.append(answer)
+    check(model.oracle, answers)
+
+
+def test_with_the_kernels(open_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hyper-connections and the indexer by their kernels, whatever the device, each call compared: pieces, decodes, a lane that pads."""
+    for module, op in ((qwen4_exp, "hyper_mix"), (qsa, "qsa")):
+        monkeypatch.setattr(
+            module, "choose_op", lambda name, device, op=op: Choice(op, "", "check", "the test says so")
+        )
+    model = open_model("odd")
+    rig = poison(Rig(model.path, cuda_graph_bs=(4,)))
+    short = [prompt[:length] for prompt, length in zip(prompts(3), (13, 4, 10))]
+    answers = rig.serve(short, max_new_tokens=4, logprobs=1)
+    assert sum(rig.runner.graph_counts()[0].values()) > 0
     check(model.oracle, answers)
 
 

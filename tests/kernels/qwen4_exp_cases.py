@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compile_tool import KernelCase
 from gdn_prefill_cases import NORM
-from gdn_step_cases import SPLIT, _step
+from gdn_step_cases import WHOLE, _step
 
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
 STREAMS, HIDDEN, RANK = 4, 2560, 320
@@ -54,7 +54,9 @@ def _select(chunk: int, warps: int) -> KernelCase:
     pointers = {"scores_ptr": "*fp32", **_TABLES, **dict.fromkeys(("seq_lens_ptr", "chosen_ptr", "counts_ptr"), "*i32")}
     strides = dict.fromkeys(("table_stride", "scores_stride", "chosen_stride"), "i32")
     values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "CHUNK": chunk}
-    return KernelCase(f"qsa select {chunk}", f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps})
+    return KernelCase(
+        f"qsa select {chunk}", f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps}
+    )
 
 
 def _attend(element: str, warps: int) -> KernelCase:
@@ -102,5 +104,5 @@ CASES = [
     _select(64, 1),
     _attend("bf16", 4),
     _sigmoid(NORM),
-    _sigmoid(_step("bf16", SPLIT)),
+    _sigmoid(_step("bf16", WHOLE)),
 ]

@@ -481,6 +481,18 @@ def ple_mix(device: str, sizes: Sizes) -> list[Case]:
     return mix_cases(device, sizes)
 
 
+def hyper_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import hyper_cases
+
+    return hyper_cases(device, sizes)
+
+
+def qsa(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import qsa_cases
+
+    return qsa_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -500,4 +512,6 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "ple_hash": ple_hash,
     "ple_gather": ple_gather,
     "ple_mix": ple_mix,
+    "hyper_mix": hyper_mix,
+    "qsa": qsa,
 }

@@ -238,7 +238,7 @@ def select_kernel(
     if whole > KEPT:
         least = 0
         for step in tl.static_range(8):
-            shift: tl.constexpr = 28 - 4 * step
+            shift = 28 - 4 * step
             counts = tl.zeros((32,), dtype=tl.int32)
             for begin in range(0, whole, CHUNK):
                 block = begin + offset
