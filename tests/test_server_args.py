@@ -64,8 +64,10 @@ def test_resolve_is_pure(facts: Facts) -> None:
 def test_nothing_is_left_undecided_and_reasons_name_fields(facts: Facts) -> None:
     config = settle(facts)
     for field in dataclasses.fields(config):
-        # The loader decides the format when it sees the files.
-        assert getattr(config, field.name) != "auto" or field.name == "load_format", field.name
+        # The loader decides the format when it sees the files, the server the parsers when it sees the chat template, the runner
+        # where tables go when it sees the memory.
+        late = ("load_format", "reasoning_parser", "tool_call_parser", "ple_table")
+        assert getattr(config, field.name) != "auto" or field.name in late, field.name
     known = {field.name for field in dataclasses.fields(config)} | {"cuda_graph_max_bs"}
     assert set(config.reasons) <= known
     assert {"device", "dtype", "attention_backend", "context_length", "max_running_requests"} <= set(config.reasons)
@@ -137,6 +139,9 @@ def test_device_reasons() -> None:
         ("device", "tpu"),
         ("load_format", "pickle"),
         ("schedule_policy", "random"),
+        ("api_key", ""),
+        ("tool_call_parser", "pythonic"),
+        ("reasoning_parser", "r1"),
         ("attention_backend", "magic"),
         ("log_level", "loud"),
         ("kv_cache_dtype", "int8"),

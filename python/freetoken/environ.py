@@ -39,6 +39,7 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_FUSED_SILU_MUL", "kernel", "1", f"SwiGLU activation: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_SMALL_GEMM", "kernel", "1", f"Dense products of few tokens: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_GDN_FUSED_CONV", "kernel", "1", f"Convolution of Gated DeltaNet: {_KERNEL_HELP}."),
     EnvVar(
         "FREETOKEN_GDN_FUSED_DECODE",
@@ -53,6 +54,16 @@ TABLE: tuple[EnvVar, ...] = (
         "Gated DeltaNet over prompts and the gated norm after it: `1` fused kernels on CUDA and reference elsewhere, `0` "
         "flash-linear-attention on CUDA where `fla-core` is installed and reference elsewhere, `check` fused and reference, "
         "compared on every call.",
+    ),
+    EnvVar("FREETOKEN_MOE_FUSED_ROUTE", "kernel", "1", f"Choice of experts and grouping of routes: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_MOE_FUSED_GEMM", "kernel", "1", f"Products of mixture-of-experts layers: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FP8_FUSED_GEMM", "kernel", "1", f"Dense products with FP8 weights: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_PLE_FUSED_HASH", "kernel", "1", f"Row ids of hashed n-grams (PLE): {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PLE_FUSED_MIX",
+        "kernel",
+        "1",
+        f"Gates of n-gram embeddings (PLE) and their convolution in decode steps: {_KERNEL_HELP}.",
     ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
@@ -121,3 +132,8 @@ def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int |
     if unknown:
         raise EnvironmentValueError(f"{unknown[0]} is not a freetoken setting; docs/env.md lists them all")
     return {row.name: get(row.name, source) for row in TABLE}
+
+
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of this process with ``changes``, for a process that it starts."""
+    return {**os.environ, **changes}

@@ -19,11 +19,15 @@ from freetoken.sampling_params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag=True):
-    """One sequence to generate. ``ids`` is the prompt; ``sampling.n`` is already spread by the sender (always 1 here)."""
+    """One sequence to generate. ``ids`` is the prompt; ``sampling.n`` is already spread by the sender (always 1 here).
+
+    Among waiting requests higher ``priority`` goes first.
+    """
 
     rid: str
     ids: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 class AbortRequest(msgspec.Struct, tag=True):

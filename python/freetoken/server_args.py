@@ -21,7 +21,10 @@ from freetoken.hardware import Facts
 from freetoken.models.config import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+REASONING_PARSERS = ("auto", "none", "qwen3")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+PLE_TABLES = ("auto", "gpu", "pinned", "mmap")
 
 
 def _flag(
@@ -68,6 +71,18 @@ class ServerArgs:
     json_model_override_args: str = _flag("{}", "model", "JSON object laid over the model's config.", kind=str)
     chat_template: str | None = _flag(
         None, "model", "Path of a Jinja chat template to use instead of the model's own.", kind=str
+    )
+    reasoning_parser: str = _flag(
+        "auto",
+        "model",
+        "How thoughts are told from the answer; auto: by the marks in the chat template, else by the model.",
+        choices=REASONING_PARSERS,
+    )
+    tool_call_parser: str = _flag(
+        "auto",
+        "model",
+        "How tool calls are written; auto: by the marks in the chat template, else by the model.",
+        choices=TOOL_CALL_PARSERS,
     )
     random_seed: int | None = _flag(
         None, "model", "Seed for requests without one and for dummy weights; default: drawn at start.", kind=int
@@ -153,6 +168,14 @@ class ServerArgs:
         kind=int,
     )
 
+    ple_table: str = _flag(
+        "auto",
+        "memory",
+        "Where the tables of n-gram embeddings are held: GPU memory, page-locked host memory that the GPU reads, or mapped files "
+        "whose rows the host fetches; auto: the first of these that has room.",
+        choices=PLE_TABLES,
+    )
+
     max_running_requests: int | None = _flag(
         None, "scheduling", "Requests decoded at once; default 256 on CUDA, 32 on the CPU.", kind=int
     )
@@ -176,6 +199,11 @@ class ServerArgs:
     )
     schedule_policy: str = _flag(
         "fcfs", "scheduling", "Order of the queue: first come, or longest prefix match.", choices=("fcfs", "lpm")
+    )
+    enable_priority_scheduling: bool = _flag(
+        False,
+        "scheduling",
+        "Serve requests by their `priority`, higher first; one that does not fit takes the place of lower ones.",
     )
     disable_radix_cache: bool = _flag(False, "scheduling", "Do not reuse the KV of shared prefixes.")
     disable_overlap_schedule: bool = _flag(False, "scheduling", "Plan a step only after the one before has ended.")
@@ -213,7 +241,8 @@ class ServerArgs:
 class Config:
     """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
 
-    ``max_total_tokens`` stays ``None`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
+    ``reasoning_parser`` and ``tool_call_parser`` stay ``auto`` until the chat template is known.
+    ``max_total_tokens`` stays ``None`` and ``ple_table`` may stay ``auto`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
     eagerly. ``model_overrides`` is what ``--json-model-override-args`` holds, already laid over ``model``.
     ``sample_vocab`` is the number of ids that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
     that says why.
@@ -226,6 +255,8 @@ class Config:
     dtype: str
     context_length: int
     chat_template: str | None
+    reasoning_parser: str
+    tool_call_parser: str
     random_seed: int
     host: str
     port: int
@@ -249,12 +280,14 @@ class Config:
     page_size: int
     state_cache_bytes: int
     state_checkpoint_interval: int
+    ple_table: str
     max_running_requests: int
     max_queued_requests: int
     max_queued_tokens: int
     chunked_prefill_size: int
     max_prefill_tokens: int
     schedule_policy: str
+    priority_scheduling: bool
     radix_cache: bool
     overlap: bool
     attention_backend: str
@@ -385,6 +418,8 @@ def _check_values(args: ServerArgs) -> None:
         if choices and value not in choices:
             raise StartupError(f"--{row.name.replace('_', '-')} must be one of {', '.join(choices)}, not {value!r}")
     _check_range("port", args.port, 0, 65535)
+    if args.api_key == "":
+        raise StartupError("--api-key is empty, which guards nothing; give a key, or leave the flag out")
     for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
     for name in ("decode_log_interval", "soft_watchdog_timeout", "watchdog_timeout"):
@@ -465,6 +500,8 @@ def resolve(
         dtype=dtype,
         context_length=context,
         chat_template=args.chat_template,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
         random_seed=r.pick("random_seed", args.random_seed, seed, "drawn at start"),
         host=args.host,
         port=args.port,
@@ -499,6 +536,7 @@ def resolve(
             )
         ),
         state_checkpoint_interval=max(1, args.state_checkpoint_interval // args.page_size) * args.page_size,
+        ple_table=args.ple_table,
         max_running_requests=running,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=r.pick(
@@ -510,6 +548,7 @@ def resolve(
         chunked_prefill_size=chunk,
         max_prefill_tokens=max(prefill, chunk),
         schedule_policy=args.schedule_policy,
+        priority_scheduling=args.enable_priority_scheduling,
         radix_cache=not args.disable_radix_cache,
         overlap=overlap,
         attention_backend=backend,

@@ -17,6 +17,7 @@ import zmq
 
 from freetoken import crash_dump, environ, logs
 from freetoken.errors import FreetokenError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import (
     AbortRequest,
     AddRequest,
@@ -38,10 +39,12 @@ from freetoken.messages import (
     drain_socket,
     encode,
 )
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.scheduler.steps import Faults, StepLog, WatchedRunner
 from freetoken.scheduler.watchdog import Watchdog
 from freetoken.server_args import Config
+from freetoken.startup import tokenizer_of
 
 logger = logging.getLogger("freetoken.scheduler")
 
@@ -91,7 +94,10 @@ class SchedulerProcess:
         check = bool(environ.get("FREETOKEN_CHECK_INVARIANTS"))
         self._faults = Faults.from_environment()
         watched = WatchedRunner(self.runner, self.steps, self._faults)
-        self.scheduler = scheduler = Scheduler(self.config, watched, check_invariants=check)
+        config = self.config
+        compiler = GrammarCompiler(lambda: tokenizer_of(config), config.sample_vocab, config.model.eos_token_ids)
+        scheduler = Scheduler(config, watched, grammars=Grammars(compiler), check_invariants=check)
+        self.scheduler = scheduler
         gc.collect()
         gc.freeze()
         self.send(Ready(self.runner.info()))

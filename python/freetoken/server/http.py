@@ -23,12 +23,17 @@ from freetoken import environ, messages
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
 from freetoken.server import metrics, openapi, page, wire
+from freetoken.server.anthropic import read_messages_request
+from freetoken.server.anthropic_response import MessagesWriter
+from freetoken.server.chat import read_chat_prompt, read_tools
 from freetoken.server.frontend import Frontend
 from freetoken.server.generate import GenerateWriter, read_generate
 from freetoken.server.generation import Prompt
 from freetoken.server.live import live_view
-from freetoken.server.openai import WireRequest, read_chat, read_chat_prompt, read_completion
+from freetoken.server.openai import WireRequest, read_chat, read_completion
 from freetoken.server.openai_response import OpenAIWriter
+from freetoken.server.openai_responses import read_responses
+from freetoken.server.openai_responses_writer import ResponsesWriter
 from freetoken.server.request_log import RequestLog
 from freetoken.server.responses import JSON, GenerationResponse, error_response
 
@@ -52,7 +57,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._allowed(scope["headers"]):
             error = RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -153,7 +158,13 @@ class Server:
         return self._openai(read_completion(await self._body(request), self.config))
 
     def _openai(self, wired: WireRequest) -> Response:
-        writer = OpenAIWriter(wired, self.frontend.tokenizer, self.config.served_model_name, int(time.time()))
+        writer = OpenAIWriter(
+            wired,
+            self.frontend.tokenizer,
+            self.config.served_model_name,
+            int(time.time()),
+            self.frontend.prompts.dialects,
+        )
         return GenerationResponse(self.frontend, wired.spec, writer)
 
     async def generate(self, request: Request) -> Response:
@@ -161,6 +172,26 @@ class Server:
         self.frontend.check_serving()
         read = read_generate(await self._body(request), self.config)
         return GenerationResponse(self.frontend, read.spec, GenerateWriter(read, self.frontend.tokenizer))
+
+    async def anthropic_messages(self, request: Request) -> Response:
+        """Anthropic's messages, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_messages_request(await self._body(request), self.config)
+        writer = MessagesWriter(read, self.config.served_model_name, self.frontend.prompts.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Prompt tokens of a body of ``/v1/messages``."""
+        prompt = read_messages_request(await self._body(request), self.config, counting=True).spec.prompts[0]
+        ids, _ = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False))
+        return JSON({"input_tokens": len(ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses without a store, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_responses(await self._body(request), self.config)
+        writer = ResponsesWriter(read, self.config.served_model_name, int(time.time()), self.frontend.prompts.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -173,8 +204,8 @@ class Server:
         if body.get("prompt") is None and body.get("messages") is None:
             raise RequestError("give prompt or messages", param="prompt")
         if body.get("prompt") is None:
-            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body), param="messages")
-            ids = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False))
+            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body, read_tools(body)), param="messages")
+            ids = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False)[0])
             return JSON({"tokens": ids, "count": len(ids), "max_model_len": limit})
         texts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         if not all(isinstance(text, str) for text in texts):
@@ -247,6 +278,8 @@ class Server:
                 "version": freetoken.__version__,
                 "status": self.frontend.status.state,
                 "args": self.config.public(),
+                "reasoning_parser": self.frontend.prompts.dialects.reasoning,
+                "tool_call_parser": self.frontend.prompts.dialects.tool_calls,
                 **self.frontend.info,
                 "live": live,
                 "stats": msgspec.to_builtins(self.frontend.stats),
@@ -306,6 +339,7 @@ def build_app(frontend: Frontend) -> ASGIApp:
         extra = openapi.operation(path.replace(":path", ""), method)
         app.add_api_route(path, handler, methods=method.split(), response_class=JSON, openapi_extra=extra)
     app.add_api_route("/", server.page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
     if config.enable_metrics:
         app.add_api_route("/metrics", server.metrics, methods=["GET"])
     app.add_exception_handler(RequestError, _on_request_error)
@@ -327,6 +361,9 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
     return [
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
+        ("/v1/messages", "POST", server.anthropic_messages),
+        ("/v1/messages/count_tokens", "POST", server.count_tokens),
+        ("/v1/responses", "POST", server.responses),
         ("/v1/models", "GET", server.models),
         ("/v1/models/{name:path}", "GET", server.model),
         ("/generate", "POST", server.generate),
@@ -345,7 +382,7 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -356,7 +393,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     response = error_response(
-        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code)
+        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code),
+        request.url.path,
     )
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
@@ -370,4 +408,5 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_crash(request: Request, error: Exception) -> Response:
     """The process edge: the trace goes to the log, one sentence to the client."""
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(RequestError("internal error; the log has details", status=500, code="internal_error"))
+    internal = RequestError("internal error; the log has details", status=500, code="internal_error")
+    return error_response(internal, request.url.path)

@@ -13,11 +13,13 @@ import orjson
 
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
+from freetoken.server_args import Config
 
 log = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 _MAX_WARNED = 256
+MAX_PRIORITY = 2**31 - 1
 _warned: set[str] = set()
 
 
@@ -69,13 +71,17 @@ def refuse_unserved(body: Mapping[str, Any], unserved: Mapping[str, tuple[Any, .
             raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
 
 
-def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field; null and absence give ``default``."""
+def _place(name: str, where: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def boolean(body: Mapping[str, Any], name: str, default: bool, where: str = "") -> bool:
+    """A boolean field; null and absence give ``default``. Errors name it as a part of ``where``."""
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be a boolean", param=name)
+        raise RequestError(f"{_place(name, where)} must be a boolean", param=_place(name, where))
     return value
 
 
@@ -84,6 +90,8 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     value = body.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and abs(value) >= 2**63:  # an integer too large for the JSON reader
+        raise RequestError(f"{name} is out of range: it must be between {low} and {high}", param=name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer", param=name)
     if not low <= value <= high:
@@ -91,11 +99,11 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     return value
 
 
-def string(body: Mapping[str, Any], name: str) -> str | None:
-    """A string field; null and absence give ``None``."""
+def string(body: Mapping[str, Any], name: str, where: str = "") -> str | None:
+    """A string field; null and absence give ``None``. Errors name it as a part of ``where``."""
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise RequestError(f"{name} must be a string", param=name)
+        raise RequestError(f"{_place(name, where)} must be a string", param=_place(name, where))
     return value
 
 
@@ -107,6 +115,18 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object", param=name)
     return value
+
+
+def read_priority(body: Mapping[str, Any], config: Config) -> int:
+    """``priority``: higher goes first; refused, unless it is 0, where the server does not schedule by it."""
+    priority = integer(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
+    if priority and not config.priority_scheduling:
+        raise RequestError(
+            "priority needs a server started with --enable-priority-scheduling",
+            param="priority",
+            code="unsupported_parameter",
+        )
+    return priority
 
 
 def token_ids(value: Any, param: str) -> list[int]:
