@@ -177,6 +177,7 @@ def parse_hf_config(
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
+        float32_norm=hybrid,
         dtype=_dtype(r),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
