@@ -49,7 +49,7 @@ ROOMS = {
     "scheduler": {"scheduler", "runner"},
     "runner": {"runner", "models", "kernels", "loader", "scheduler"},
     "models": {"models", "kernels", "runner"},
-    "loader": {"loader", "models"},
+    "loader": {"loader", "models", "kernels"},
     "kernels": {"kernels"},
 }
 # Finer than the rooms: the only files of the room on the right that the room on the left may use.
@@ -57,6 +57,8 @@ ONLY = {
     ("runner", "scheduler"): {"freetoken.scheduler.request"},
     # What a step looks like and where its KV lies: types that a model's forward takes.
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
+    # A weight that is decoded is turned back by the same reference that turns activations.
+    ("loader", "kernels"): {"freetoken.kernels.hadamard.reference"},
     ("server", "loader"): {"freetoken.loader.tokenizer", "freetoken.loader.demo"},
     ("server", "models"): {"freetoken.models.config"},
     ("loader", "models"): {"freetoken.models.config", "freetoken.models.parse", "freetoken.models.registry"},
