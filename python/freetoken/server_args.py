@@ -223,6 +223,7 @@ class Config:
         """JSON-ready values for ``/get_server_info``, without the key."""
         values = dataclasses.asdict(self)
         values["api_key"] = "set" if self.api_key else None
+        values["model"]["packed"] = self.model.packed and self.model.packed.summary()
         return values
 
 

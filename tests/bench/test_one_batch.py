@@ -101,18 +101,18 @@ def test_prompts_stay_below_the_sampled_vocabulary() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_weight_elements_against_a_list_of_tensors(tied: bool, bias: bool) -> None:
+def test_weight_bytes_against_a_list_of_tensors(tied: bool, bias: bool) -> None:
     model = dataclasses.replace(MODEL, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     layer = [(16, 8), (8, 8), (8, 8), (8, 16), (16, 8), (16, 8), (8, 16), (8,), (8,), (4,), (4,)]
     if bias:
         layer += [(16,), (8,), (8,), (8,), (16,), (16,), (8,)]
     tensors = layer * 3 + [(8,), (100, 8)]
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors)
-    assert roof.weight_elements(model) == count
+    assert roof.weight_bytes(model, 1) == count
 
 
 def test_step_counts() -> None:
-    weights = roof.weight_elements(MODEL)
+    weights = roof.weight_bytes(MODEL, 1)
     got = roof.decode_bytes(MODEL, requests=2, depth=10, dtype="bfloat16", kv_dtype="float32")
     assert got == weights * 2 + 2 * 10 * (2 * 3 * 8 * 4)
     pairs = sum(position + 1 for position in range(5))
@@ -132,7 +132,7 @@ def test_qwen3_8b_has_its_published_size() -> None:
         head_dim=128,
         intermediate_size=12288,
     )
-    assert roof.weight_elements(model) + 151936 * 4096 == 8190735360
+    assert roof.weight_bytes(model, 1) + 151936 * 4096 == 8190735360
 
 
 def test_roofs_are_measured() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.names import expected_tensors, held_bytes
 from freetoken.models.config import ModelConfig
 from freetoken.models.registry import find
 from freetoken.runner.memory import ELEMENT_BYTES, state_slot_bytes
@@ -30,14 +30,12 @@ def matrix_elements(model: ModelConfig) -> int:
     return sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name not in (EMBEDDING, HEAD))
 
 
-def weight_elements(model: ModelConfig) -> int:
-    """Elements read by one decode step: every matrix, norm and bias and the output head once.
+def weight_bytes(model: ModelConfig, element_bytes: int) -> int:
+    """Bytes read by one decode step: every matrix, norm and bias and the output head once, as they are held.
 
     The embedding table is not counted (a step reads one row a request of it), except as the output head when tied.
     """
-    shapes = expected_tensors(model)
-    unread = () if model.tie_word_embeddings else (EMBEDDING,)
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in unread)
+    return held_bytes(model, element_bytes, () if model.tie_word_embeddings else (EMBEDDING,))
 
 
 def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str, kv_dtype: str) -> float:
@@ -45,7 +43,7 @@ def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str,
     recurrent state, which is read and written."""
     kv = requests * depth * model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype])
     states = 2 * requests * state_slot_bytes(find(model.architecture).state_specs(model), dtype)
-    return weight_elements(model) * ELEMENT_BYTES[dtype] + kv + states
+    return weight_bytes(model, ELEMENT_BYTES[dtype]) + kv + states
 
 
 def prefill_flops(model: ModelConfig, *, requests: int, tokens: int) -> float:

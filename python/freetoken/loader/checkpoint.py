@@ -23,7 +23,7 @@ from freetoken.loader.names import (
     set_aside,
     stored_name,
 )
-from freetoken.loader.packing import plan_packing
+from freetoken.loader.packing import packing_from_config, plan_packing
 from freetoken.loader.safetensors import FLOAT_DTYPES, StoredTensor, index_folder, read_json
 from freetoken.models.config import ModelConfig
 from freetoken.models.parse import flatten_text_config, parse_hf_config
@@ -128,7 +128,9 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
     name = folder.resolve().name
-    model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
+    source = str(folder / "config.json")
+    model = parse_hf_config(config, generation, name, source=source)
+    model = dataclasses.replace(model, packed=packing_from_config(config, model, source))
     if model.packed is not None and weights:
         raise StartupError(f"{folder}: 2-bit weights are read from .gguf files; a folder can only ask for --load-format dummy")
     found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
@@ -188,6 +190,8 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
     file = GGUFFile.open(path)
     hadamard = read_hadamard(file)
     config = _lay_over(hf_config_from_gguf(file), overrides)
+    if config.get("quantization_config") is not None:
+        raise StartupError(f"{path}: quantization_config cannot be laid over a GGUF file, whose tensors say what they are")
     model = parse_hf_config(config, None, path.stem, source=str(path))
     # Converters store the norm weights of hybrid models as they are used.
     model = dataclasses.replace(model, zero_centred_norm=False)

@@ -8,20 +8,22 @@ not; so are columns where heads are whole groups of a scale.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
+from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile, GGUFTensor
-from freetoken.loader.hadamard import EMBEDDING, Hadamard
-from freetoken.loader.names import PACKABLE_TYPES, merged_projections
+from freetoken.loader.hadamard import EMBEDDING, SIGN_MODES, Hadamard
+from freetoken.loader.names import PACKABLE_TYPES, expected_tensors, merged_projections
 from freetoken.models.config import ModelConfig, PackedWeights
 
 PACKED_WIDTH = 128
 """Columns of a packed matrix are a multiple of this."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layout:
     """How tensor ``name`` is stored: element i of the served first axis is ``rows[i]`` of the file, likewise columns; ``None`` is
     the same order. ``rotated`` says that its columns are rotated and signed (in the order of the file)."""
@@ -62,6 +64,48 @@ def plan_packing(
     widths = {file.tensors[names[name]].shape[-1] for name in rotated}
     signs = {width: values for width, values in hadamard.signs.items() if width in widths}
     return PackedWeights(groups=groups, rotated=frozenset(rotated), block=hadamard.block, signs=signs)
+
+
+def packing_from_config(config: dict[str, Any], model: ModelConfig, source: str) -> PackedWeights | None:
+    """What ``quantization_config`` asks of random weights: all matrices in 2 bits; ``None`` without one.
+
+    Its keys beside ``quant_method``: ``group_size`` (128, or 64), ``hadamard_block`` (1024; 0 for weights that are not rotated)
+    and ``sign_mode`` (``explicit``: random signs, or ``identity``). Raises :class:`StartupError` naming ``source`` and the key.
+    """
+    asked = config.get("quantization_config")
+    if not isinstance(asked, dict):
+        return None
+
+    def fail(problem: str) -> NoReturn:
+        raise StartupError(f"{source}: quantization_config {problem}")
+
+    unknown = sorted(set(asked) - {"quant_method", "group_size", "hadamard_block", "sign_mode"})
+    if unknown:
+        fail(f"has the unknown key {unknown[0]!r}")
+    group, block = asked.get("group_size", 128), asked.get("hadamard_block", 1024)
+    sign_mode = asked.get("sign_mode", "explicit")
+    if group not in (64, 128):
+        fail("group_size must be 64 or 128")
+    if not isinstance(block, int) or isinstance(block, bool) or block < 0 or block & (block - 1):
+        fail("hadamard_block must be 0 or a power of two")
+    if sign_mode not in SIGN_MODES:
+        fail(f"sign_mode must be one of {', '.join(SIGN_MODES)}")
+    shapes = expected_tensors(model)
+    names = [name for merged in merged_projections(model) for name in merged]
+    widths = {shapes[name][1] for name in names}
+    for width in sorted(widths):
+        if width % PACKED_WIDTH or (block and width % block):
+            fail(f"cannot hold for a matrix of {width} columns: they must be a multiple of {max(PACKED_WIDTH, block)}")
+    groups = dict.fromkeys(names, int(group))
+    if not block:
+        return PackedWeights(groups=groups)
+    signs = {width: _random_signs(width) for width in widths} if sign_mode == "explicit" else {}
+    return PackedWeights(groups=groups, rotated=frozenset(names), block=block, signs=signs)
+
+
+def _random_signs(width: int) -> bytes:
+    drawn = np.random.default_rng(width).integers(0, 2, width, dtype=np.int8)
+    return (2 * drawn - 1).tobytes()
 
 
 def _common_group(tensors: list[GGUFTensor], layouts: list[Layout], model: ModelConfig) -> int | None:

@@ -16,7 +16,8 @@ from freetoken.kernels.gdn_prefill import GdnPrefill
 from freetoken.kernels.gdn_prefill.plan import Plan
 from freetoken.models.config import LinearAttentionConfig, ModelConfig
 from freetoken.models.decoder import Attention, Ops, Pass
-from freetoken.models.layers import ColumnLinear, Placement, RowLinear, Slot, Weighted
+from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted
+from freetoken.models.packed import Fed, Feed, PackedLinear
 from freetoken.models.state import CONV_STATE, REC_STATE
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ class GdnWeights:
 class GatedDeltaNet:
     """Linear attention with a state of fixed size a request; ``index`` counts the layers of this kind.
 
-    q, k, v, z, b and a come from one merged projection, in this order. Decodes go through one fused step, prompt pieces
-    through the convolution, the chunked delta rule and the gated norm.
+    q, k, v, z, b and a come from one merged projection, in this order; where q, k, v and z are packed, b and a come from one of their own,
+    of plain activations. Decodes go through one fused step, prompt pieces through the convolution, the chunked delta rule and the
+    gated norm.
     """
 
     def __init__(self, config: ModelConfig, ops: HybridOps, place: Placement, name: str, index: int) -> None:
@@ -101,45 +103,62 @@ class GatedDeltaNet:
         self.geometry = linear
         self.eps = config.rms_norm_eps
         self.ops = ops
-        heads = linear.num_value_heads
-        projections = {
-            f"{name}.in_proj_qkv": linear.channels,
-            f"{name}.in_proj_z": linear.value_size,
-            f"{name}.in_proj_b": heads,
-            f"{name}.in_proj_a": heads,
-        }
-        self.widths = list(projections.values())
-        self.projection = ColumnLinear(ops.gemm, place, projections, config.hidden_size)
+        heads, hidden, build = linear.num_value_heads, config.hidden_size, ops.build
+        wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
+        narrow = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
+        self.takes_plain = build.packing(wide, hidden) is not None
+        self.gates = build.column(place, narrow, hidden) if self.takes_plain else None
+        self.projection = build.column(place, wide if self.takes_plain else wide | narrow, hidden)
+        self.widths = [linear.channels, linear.value_size, heads, heads]
         self.weights = GdnWeights(linear, place, name)
-        self.out = RowLinear(ops.gemm, place, f"{name}.out_proj", config.hidden_size, linear.value_size)
+        self.out = build.row(place, f"{name}.out_proj", hidden, linear.value_size)
+
+    @property
+    def feed(self) -> Feed | None:
+        return self.projection.feed
 
     def modules(self) -> Iterator[Weighted]:
-        yield from (self.projection, self.weights, self.out)
+        yield self.projection
+        if self.gates is not None:
+            yield self.gates
+        yield from (self.weights, self.out)
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
-        assert step.states is not None
+    def project(self, x: torch.Tensor | Fed) -> tuple[torch.Tensor, ...]:
+        """qkv, z, b and a of all tokens, each of any row stride."""
         projected = self.projection(x)
+        if self.gates is None:
+            return projected.split(self.widths, 1)
+        gates = self.gates(x.plain if isinstance(x, Fed) else x)
+        return (*projected.split(self.widths[:2], 1), *gates.split(self.widths[2:], 1))
+
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
+        assert step.states is not None
+        projected = self.project(x)
         conv = step.states.layer(CONV_STATE, self.index)
         rec = step.states.layer(REC_STATE, self.index)
         decodes, pieces = step.fb.num_decodes, step.extra
         parts = []
         if decodes:
-            parts.append(self._decode(projected[:decodes], step.fb, conv, rec))
+            parts.append(self._decode([part[:decodes] for part in projected], step.fb, conv, rec))
         if pieces is not None:
-            parts.append(self._prefill(projected[decodes:], pieces, conv, rec))
+            parts.append(self._prefill([part[decodes:] for part in projected], pieces, conv, rec))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _decode(self, projected: torch.Tensor, fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor) -> torch.Tensor:
+    def _decode(
+        self, projected: list[torch.Tensor], fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor
+    ) -> torch.Tensor:
         """``[decodes, Hv * Dv]``: one token of each decoding request, states in place."""
-        qkv, z, b, a = projected.split(self.widths, 1)
+        qkv, z, b, a = projected
         count, w = fb.num_decodes, self.weights
         return self.ops.decode(
             qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps, conv, rec, fb.rows[:count], fb.positions[:count]
         )
 
-    def _prefill(self, projected: torch.Tensor, pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor) -> torch.Tensor:
+    def _prefill(
+        self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor
+    ) -> torch.Tensor:
         """``[tokens, Hv * Dv]`` of all prompt pieces, states in place."""
-        qkv, z, b, a = projected.split(self.widths, 1)
+        qkv, z, b, a = projected
         g, w = self.geometry, self.weights
         p = pieces
         mixed = self.ops.conv.prefill(qkv, w.conv, None, conv, p.q_starts, p.slots, p.starts, p.max_q_len)
@@ -150,29 +169,29 @@ class GatedDeltaNet:
         return self.ops.prefill.norm(o, z, w.norm, self.eps)
 
 
-class GatedProjection(ColumnLinear):
+def gated_projection(config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
     """Queries, keys, values and output gates in one weight, its rows in this order.
 
     In the checkpoint ``q_proj`` holds for each head its query rows, then its gate rows.
     """
-
-    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> None:
-        q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
-        q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
-        parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
-        super().__init__(ops.gemm, place, parts, hidden, bias=config.attention_bias)
-        heads, dim = config.num_heads // place.tp_size, config.head_dim
-        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-            if whole is None:
-                continue
-            query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
-            apart = gate.target.storage_offset() - query.target.storage_offset()
-            row = whole.stride(0)
-            target = whole.as_strided(
-                (heads, 2, dim, *whole.shape[1:]), (dim * row, apart, row, *whole.stride()[1:]), whole.storage_offset()
-            )
-            shape = (2 * query.shape[0], *query.shape[1:])
-            self.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * query.length)
+    q_size, kv_size = config.q_size, config.kv_size
+    # Packed or not as q_proj, which is where the gates are in the checkpoint.
+    q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
+    parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
+    projection = ops.build.column(
+        place, parts, config.hidden_size, bias=config.attention_bias, stored=[q_name, f"{name}.k_proj", f"{name}.v_proj"]
+    )
+    heads, dim = config.num_heads // place.tp_size, config.head_dim
+    for kind, whole in projection.planes().items():
+        query, gate = (projection.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
+        apart = gate.target.storage_offset() - query.target.storage_offset()
+        row = whole.stride(0)
+        target = whole.as_strided(
+            (heads, 2, dim, *whole.shape[1:]), (dim * row, apart, row, *whole.stride()[1:]), whole.storage_offset()
+        )
+        shape = (2 * query.shape[0], *query.shape[1:])
+        projection.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * query.length)
+    return projection
 
 
 class GatedAttention(Attention):
@@ -182,10 +201,10 @@ class GatedAttention(Attention):
         super().__init__(config, ops, place, name, kv_layer)
         self.gate_width = config.q_size // place.tp_size
 
-    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear:
-        return GatedProjection(config, ops, place, name)
+    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
+        return gated_projection(config, ops, place, name)
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         projected = self.qkv(x)
         heads = self.attend(projected[:, : -self.gate_width], step)
         return self.o(heads.mul_(projected[:, -self.gate_width :].sigmoid()))

@@ -31,6 +31,8 @@ MAX_LAYERS = 1024
 CONV_WIDTHS = (2, 3, 4)
 """Widths of the convolution of linear attention that the kernels take."""
 MAX_LINEAR_HEAD_DIM = 256
+PACKED_METHOD = "pq2"
+"""The ``quant_method`` of random 2-bit weights; real ones come from GGUF files, which say so themselves."""
 # Beside the rope_type: keys that must be there, and keys that may be.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -206,8 +208,8 @@ def _refuse_unserved_features(r: _Reader, hybrid: bool) -> None:
     if activation not in ("silu", "swish"):
         r.fail("hidden_act", f"{_brief(activation)} is not served; silu is")
     quantization = r.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method is not None and method != PACKED_METHOD:
         r.fail(
             "quantization_config", f"says {_brief(method)}, which is not served; use an unquantised folder or a GGUF"
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from freetoken.errors import StartupError
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.names import held_bytes
 from freetoken.models.config import ModelConfig
 from freetoken.models.state import StateSpec
 
@@ -70,10 +69,10 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
 def check_model_fits(
     model: ModelConfig, *, dtype: str, rows: int, page_table_entries: int, free_bytes: int, total_bytes: int
 ) -> None:
-    """Before anything is allocated: :class:`StartupError` when weights in ``dtype``, the token counts of ``rows`` running
+    """Before anything is allocated: :class:`StartupError` when weights (packed, or in ``dtype``), the token counts of ``rows`` running
     requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
     """
-    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * ELEMENT_BYTES[dtype]
+    weights = held_bytes(model, ELEMENT_BYTES[dtype])
     state = 2 * rows * model.vocab_size + 4 * page_table_entries
     if weights + state <= free_bytes:
         return
