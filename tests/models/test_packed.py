@@ -1,0 +1,230 @@
+"""Packed and rotated GGUF files against transformers with the float weights that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import OneRequest
+from gguf_oracle import hf_model
+from make_tiny_model import TinyModel, make_tiny_model
+
+from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
+from freetoken.loader.stream import stream_tensors
+from freetoken.models.decoder import DecoderModel
+from freetoken.models.registry import build_model
+
+TOKENS = 90
+GROUP = "FREETOKEN_PQ2_ACTIVATION_GROUP"
+HYBRID: dict[str, Any] = {
+    "arch": "qwen3_5",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 3,
+    "layer_pattern": "llf",
+    "head_dim": 32,
+    "linear_key_heads": 2,
+    "linear_value_heads": 6,
+    "linear_key_dim": 16,
+    "linear_value_dim": 64,
+    "tokenizer_vocab": 300,
+}
+DENSE: dict[str, Any] = {
+    "arch": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_heads": 4,
+    "head_dim": 32,
+    "tokenizer_vocab": 300,
+}
+ROTATED = {"hadamard": 128, "gdn_v_grouped": True}
+# What is packed: every matrix, or all but the output projections of linear attention, or none.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rotated": ("pq2_0", {**HYBRID, **ROTATED, "extra_vocab": 5}, "all"),
+    "rotated, ternary bytes, tied, MTP block": ("ptq1_0", {**HYBRID, **ROTATED, "tied": True, "mtp": 1}, "all"),
+    "rotated, no signs, small blocks": ("q2_0", {**HYBRID, "hadamard": 64, "gdn_v_grouped": True, "plain_signs": True}, "all"),
+    "rotated in the tiled order": ("pq2_0", {**HYBRID, "hadamard": 128}, "not out"),
+    "plain, heads of half a scale": ("q2_0_g128", HYBRID, "not out"),
+    "plain, heads of a scale": ("pq2_0", {**HYBRID, "linear_value_dim": 128, "linear_value_heads": 4}, "all"),
+    "plain, heads of a scale of 64": ("q2_0", {**HYBRID, "tied": True}, "all"),
+    "as many value heads": ("pq2_0", {**HYBRID, **ROTATED, "linear_value_heads": 2, "gdn_v_grouped": False}, "all"),
+    "rotated floats": ("f32", {**HYBRID, **ROTATED}, "none"),
+    "rotated floats, tiled": ("f16", {**HYBRID, "hadamard": 32, "tied": True}, "none"),
+    "rotated 8 bits": ("q8_0", {**HYBRID, **ROTATED}, "none"),
+    "qwen3, rotated": ("pq2_0", {**DENSE, "hadamard": 128}, "all"),
+    "qwen3, ternary bytes, rotated, tied": ("ptq1_0", {**DENSE, "hadamard": 128, "tied": True}, "all"),
+    "qwen3, plain": ("q2_0", DENSE, "all"),
+    "qwen3, rotated floats": ("bf16", {**DENSE, "hadamard": 128}, "none"),
+}  # fmt: skip
+PACKED = [case for case, (_, _, packed) in CASES.items() if packed != "none"]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("packed")
+
+    @cache
+    def path(case: str) -> Path:
+        quant, options, _ = CASES[case]
+        return make_tiny_model(folder / f"{len(list(folder.iterdir()))}.gguf", format="gguf", quant=quant, **options)
+
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(paths: Callable[[str], Path]) -> Callable[[str], tuple[list[int], torch.Tensor]]:
+    @cache
+    def logits(case: str) -> tuple[list[int], torch.Tensor]:
+        spec = TinyModel(**CASES[case][1])
+        ids = torch.randint(300, (1, TOKENS), generator=torch.Generator().manual_seed(11))
+        with torch.no_grad():
+            return ids[0].tolist(), hf_model(paths(case), spec)(ids).logits[0]
+
+    return logits
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    model = build_model(checkpoint.model, dtype=dtype, device="cpu", max_positions=128)
+    model.load_weights(stream_tensors(checkpoint, dtype))
+    return model
+
+
+def run(model: DecoderModel, ids: list[int]) -> torch.Tensor:
+    """Logits of all tokens: two pieces of a prompt, then single tokens."""
+    request = OneRequest(model, TOKENS)
+    logits = [request.feed(ids[:37]), request.feed(ids[37:80])]
+    return torch.cat([*logits, *(request.feed([token], decode=True) for token in ids[80:])])
+
+
+def relative(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((actual - wanted).norm() / wanted.norm())
+
+
+Expected = Callable[[str], tuple[list[int], torch.Tensor]]
+Paths = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float_activations_give_the_logits_of_transformers(
+    case: str, paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GROUP, "0")
+    checkpoint = open_checkpoint(paths(case))
+    packed, wanted = checkpoint.model.packed, CASES[case][2]
+    assert (packed is None) == (wanted == "none")
+    if packed is not None:
+        outs = [f"model.layers.{layer}.linear_attn.out_proj.weight" for layer in range(2)]
+        assert all((name in packed.groups) == (wanted == "all") for name in outs) or CASES[case][1]["arch"] == "qwen3"
+        assert "model.embed_tokens.weight" in packed.groups and "model.layers.0.mlp.down_proj.weight" in packed.groups
+    ids, logits = expected(case)
+    assert relative(run(load(checkpoint), ids), logits) < 1e-4
+
+
+# Relative RMS of the logits, by neighbours that share a scale; the first is what is served.
+BOUNDS = {128: 0.06, 64: 0.05, 32: 0.04}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_activations_of_8_bits_stay_near(
+    case: str, paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, logits = expected(case)
+    for group, bound in BOUNDS.items():
+        monkeypatch.setenv(GROUP, str(group))
+        assert 1e-4 < relative(run(load(open_checkpoint(paths(case))), ids), logits) < bound
+
+
+def test_bfloat16_and_8_bits_stay_near(paths: Paths, expected: Expected) -> None:
+    ids, logits = expected("rotated")
+    assert relative(run(load(open_checkpoint(paths("rotated")), torch.bfloat16), ids).float(), logits) < 0.08
+
+
+def _other_signs(checkpoint: Checkpoint) -> Checkpoint:
+    packed = checkpoint.model.packed
+    assert packed is not None
+    signs = {width: values[::-1] for width, values in packed.signs.items()}
+    return replace(checkpoint, model=replace(checkpoint.model, packed=replace(packed, signs=signs)))
+
+
+def _no_rotation(checkpoint: Checkpoint) -> Checkpoint:
+    packed = checkpoint.model.packed
+    assert packed is not None
+    return replace(checkpoint, model=replace(checkpoint.model, packed=replace(packed, rotated=frozenset())))
+
+
+def _smaller_block(checkpoint: Checkpoint) -> Checkpoint:
+    packed = checkpoint.model.packed
+    assert packed is not None
+    return replace(checkpoint, model=replace(checkpoint.model, packed=replace(packed, block=packed.block // 2)))
+
+
+def _plain_embedding(checkpoint: Checkpoint) -> Checkpoint:
+    packed = checkpoint.model.packed
+    assert packed is not None
+    rest = packed.rotated - {"model.embed_tokens.weight"}
+    return replace(checkpoint, model=replace(checkpoint.model, packed=replace(packed, rotated=rest)))
+
+
+@pytest.mark.parametrize("spoil", [_other_signs, _no_rotation, _smaller_block, _plain_embedding])
+def test_a_wrong_rotation_would_show(
+    spoil: Callable[[Checkpoint], Checkpoint], paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GROUP, "0")
+    ids, logits = expected("rotated")
+    assert relative(run(load(spoil(open_checkpoint(paths("rotated")))), ids), logits) > 0.3
+
+
+def test_gates_of_linear_attention_take_plain_activations(
+    paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GROUP, "0")
+    model = load(open_checkpoint(paths("rotated")))
+    mixer = model.layers[0].mixer
+    assert mixer.takes_plain and mixer.gates.feed is None and not model.layers[2].mixer.takes_plain
+    gates = type(mixer.gates).__call__
+    feed = mixer.feed
+    monkeypatch.setattr(type(mixer.gates), "__call__", lambda self, x: gates(self, feed.take(x) if self is mixer.gates else x))
+    ids, logits = expected("rotated")
+    assert relative(run(model, ids), logits) > 1e-2
+
+
+def test_weights_stay_packed(paths: Paths) -> None:
+    """2.125 bits an element of every matrix, and what is held is what was counted beforehand."""
+    from freetoken.loader.names import expected_tensors, held_bytes
+
+    checkpoint = open_checkpoint(paths("rotated"))
+    model = load(checkpoint, torch.bfloat16)
+    packed = checkpoint.model.packed
+    assert packed is not None
+    shapes = expected_tensors(checkpoint.model)
+    bits = sum(8 * packed.nbytes(name, shapes[name].numel() if False else shapes[name][0] * shapes[name][1]) for name in packed.groups)
+    assert bits == 2.125 * sum(shapes[name][0] * shapes[name][1] for name in packed.groups)
+    norms = sum(slot.target.nbytes // 2 for name, slot in model.slots.items() if slot.target.dtype == torch.float32)
+    assert model.weight_bytes == held_bytes(checkpoint.model, 2) + norms
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_random_packed_weights_of_a_config(block: int) -> None:
+    from freetoken.loader.packing import packing_from_config
+    from freetoken.models.parse import parse_hf_config
+    from tiny_spec import hf_config
+
+    config = hf_config(TinyModel(**HYBRID), 300) | {"quantization_config": {"quant_method": "pq2", "hadamard_block": block}}
+    parsed = parse_hf_config(config, None, "random")
+    parsed = replace(parsed, packed=packing_from_config(config, parsed, "config.json"))
+    model = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
+    model.random_weights(3)
+    down = model.layers[0].down.weight
+    assert set(down.unpack().unique().tolist()) == {0, 1, 2}
+    assert abs(float(down.dequantise().var()) * down.in_features - 1) < 0.1
+    assert len(down.scales.unique()) > 100
+    logits = run(model, list(range(TOKENS)))
+    assert torch.isfinite(logits).all() and 0.2 < float(logits.std()) < 10
+    again = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
+    again.random_weights(3)
+    assert torch.equal(again.layers[0].down.weight.codes, down.codes)
