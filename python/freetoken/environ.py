@@ -56,6 +56,12 @@ TABLE: tuple[EnvVar, ...] = (
         "flash-linear-attention on CUDA where `fla-core` is installed and reference elsewhere, `check` fused and reference, "
         "compared on every call.",
     ),
+    EnvVar(
+        "FREETOKEN_FUSED_HADAMARD",
+        "kernel",
+        "1",
+        f"Inputs of rotated weights: norm or activation, signs, Walsh-Hadamard rotation, quantisation: {_KERNEL_HELP}.",
+    ),
     EnvVar("FREETOKEN_PQ2_FUSED_GEMV", "kernel", "1", f"Products of few tokens with two-bit weights: {_KERNEL_HELP}."),
     EnvVar(
         "FREETOKEN_PQ2_SINGLE_GEMV",

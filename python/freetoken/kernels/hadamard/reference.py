@@ -4,6 +4,10 @@
 on every run of ``block`` values of the last axis. A weight stored as ``W diag(s) H`` takes the input ``H (s x)``; a table row
 ``z`` stored so comes back as ``s (H z)``. With ``block`` 1 there is no rotation.
 
+The producers rotate what a norm or an activation function makes, without a rounding in between: their arithmetic is float32 from the
+inputs on (float64 for float64), and rounds to the storage type only where they say so. They end in integers of eight bits
+(``group`` 128, 64 or 32, see :mod:`freetoken.kernels.pq2_gemv.activation`), or with ``group`` 0 in floats of the type of ``x``.
+
 The transform is a ladder of sums and differences in float32 (float64 for float64 inputs), neighbours first: at step
 ``h = 1, 2, 4, ...`` elements ``i`` and ``i + h`` (bit h of i clear) become their sum and difference, in place. The factor is applied
 last; for a block that is a power of four (1024) it is exact.
@@ -11,7 +15,24 @@ last; for a block that is a power of four (1024) it is exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, quantise_reference
+
+Activation = QuantisedActivation | torch.Tensor
+"""What a product of two-bit weights takes: eight-bit integers, or floats as they are."""
+
+
+@dataclass(frozen=True)
+class Normed:
+    """``activation`` is rotated; ``residual`` the new residual stream ``[T, H]``; ``plain``, where asked for, the normed input
+    without signs, rotation and quantisation, in the type of the input."""
+
+    activation: Activation
+    residual: torch.Tensor
+    plain: torch.Tensor | None
 
 
 def require_shape(width: int, signs: torch.Tensor | None, block: int) -> None:
@@ -56,3 +77,68 @@ def unrotate(
     require_shape(z.shape[-1], signs, block)
     wide = transform(z, block)
     return (wide if signs is None else wide * signs.to(wide.dtype)).to(out_dtype or z.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.dtype == torch.float64 else x.float()
+
+
+def produce(
+    x: torch.Tensor, signs: torch.Tensor | None, block: int, group: int, out_dtype: torch.dtype | None = None
+) -> Activation:
+    """Sign, rotate and quantise ``x [T, width]``; with ``group`` 0 the floats have ``out_dtype``, by default the type of ``x``."""
+    if group == 0:
+        return rotate(x, signs, block, out_dtype)
+    return quantise_reference(rotate(x, signs, block, torch.float32), group)
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    signs: torch.Tensor | None,
+    block: int,
+    group: int,
+    residual: torch.Tensor | None = None,
+    *,
+    plain: bool = False,
+) -> Normed:
+    """RMSNorm of ``x [T, H]``, or of ``x + residual`` rounded to the type of ``x``, then :func:`produce`.
+
+    As in :func:`freetoken.kernels.rms_norm.reference.rms_norm`, the normalised value is rounded to the type of ``weight [H]`` before
+    the weight multiplies it.
+    """
+    total = x if residual is None else x + residual
+    wide = _wide(total)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scaled = normal.to(weight.dtype).to(wide.dtype) * weight.to(wide.dtype)
+    activation = produce(scaled, signs, block, group, x.dtype)
+    return Normed(activation, total, scaled.to(x.dtype) if plain else None)
+
+
+def silu_mul(gate_up: torch.Tensor, signs: torch.Tensor | None, block: int, group: int) -> Activation:
+    """``silu(gate) * up`` of ``gate_up [T, 2F]`` (gate first), then :func:`produce`."""
+    gate, up = _wide(gate_up).chunk(2, 1)
+    return produce(torch.nn.functional.silu(gate) * up, signs, block, group, gate_up.dtype)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor, signs: torch.Tensor | None, block: int, group: int) -> Activation:
+    """``x * sigmoid(gate)`` of ``[T, width]`` each, then :func:`produce`: the output of gated attention."""
+    return produce(_wide(x) * _wide(gate).sigmoid(), signs, block, group, x.dtype)
+
+
+def gated_norm(
+    o: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    signs: torch.Tensor | None,
+    block: int,
+    group: int,
+) -> Activation:
+    """RMSNorm over each head of ``o [T, Hv, Dv]`` with ``weight [Dv]``, times ``silu(z)`` of ``z [T, Hv * Dv]``, then
+    :func:`produce`: the output of Gated DeltaNet."""
+    wide = _wide(o)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    gated = normal.flatten(1) * torch.nn.functional.silu(_wide(z))
+    return produce(gated, signs, block, group, o.dtype)

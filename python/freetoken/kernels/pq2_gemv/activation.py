@@ -70,13 +70,13 @@ class QuantisedActivation:
 
     def dequantise(self) -> torch.Tensor:
         """float32 ``[M, K]``: ``q * scale`` in the order of the elements."""
-        q = self.natural().float().view(self.tokens, -1, self.group)
+        q = self.natural().float().view(self.tokens, self.width // self.group, self.group)
         return (q * self.scales[:, :, None]).view(self.tokens, self.width)
 
 
 def transpose_runs(values: torch.Tensor) -> torch.Tensor:
     """Transposes every 16 neighbours of ``[M, K]`` as 4 by 4; its own inverse."""
-    return values.reshape(values.shape[0], -1, 4, 4).transpose(2, 3).reshape(values.shape)
+    return values.reshape(values.shape[0], values.shape[1] // 16, 4, 4).transpose(2, 3).reshape(values.shape)
 
 
 def activation_group() -> int:
