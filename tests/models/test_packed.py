@@ -14,6 +14,7 @@ from dense_attention import OneRequest
 from gguf_oracle import hf_model
 from make_tiny_model import TinyModel, make_tiny_model
 
+from freetoken.kernels.hadamard import rotate
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.stream import stream_tensors
 from freetoken.models.decoder import DecoderModel
@@ -122,11 +123,11 @@ def test_float_activations_give_the_logits_of_transformers(
         assert all((name in packed.groups) == (wanted == "all") for name in outs) or CASES[case][1]["arch"] == "qwen3"
         assert "model.embed_tokens.weight" in packed.groups and "model.layers.0.mlp.down_proj.weight" in packed.groups
     ids, logits = expected(case)
-    assert relative(run(load(checkpoint), ids), logits) < 1e-4
+    assert relative(run(load(checkpoint), ids), logits) < 2e-5
 
 
 # Relative RMS of the logits, by neighbours that share a scale; the first is what is served.
-BOUNDS = {128: 0.06, 64: 0.05, 32: 0.04}
+BOUNDS = {128: 0.05, 64: 0.045, 32: 0.04}
 
 
 @pytest.mark.parametrize("case", PACKED)
@@ -188,7 +189,7 @@ def test_gates_of_linear_attention_take_plain_activations(
     assert mixer.takes_plain and mixer.gates.feed is None and not model.layers[2].mixer.takes_plain
     gates = type(mixer.gates).__call__
     feed = mixer.feed
-    monkeypatch.setattr(type(mixer.gates), "__call__", lambda self, x: gates(self, feed.take(x) if self is mixer.gates else x))
+    monkeypatch.setattr(type(mixer.gates), "__call__", lambda self, x: gates(self, rotate(x, feed.op.signs[128], 128) if self is mixer.gates else x))
     ids, logits = expected("rotated")
     assert relative(run(model, ids), logits) > 1e-2
 
@@ -202,7 +203,7 @@ def test_weights_stay_packed(paths: Paths) -> None:
     packed = checkpoint.model.packed
     assert packed is not None
     shapes = expected_tensors(checkpoint.model)
-    bits = sum(8 * packed.nbytes(name, shapes[name].numel() if False else shapes[name][0] * shapes[name][1]) for name in packed.groups)
+    bits = sum(8 * packed.nbytes(name, shapes[name][0] * shapes[name][1]) for name in packed.groups)
     assert bits == 2.125 * sum(shapes[name][0] * shapes[name][1] for name in packed.groups)
     norms = sum(slot.target.nbytes // 2 for name, slot in model.slots.items() if slot.target.dtype == torch.float32)
     assert model.weight_bytes == held_bytes(checkpoint.model, 2) + norms

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import SmallGemm
@@ -34,7 +35,12 @@ class Builder:
         self._silu_mul = silu_mul
         self._feeds = Feeds(config.packed, device) if config.packed is not None else None
 
-    def packing(self, names: Iterable[str], width: int) -> tuple[Feed, int] | None:
+    @property
+    def choices(self) -> list[Choice]:
+        """The ops that only packed weights have."""
+        return [self._feeds.choice] if self._feeds is not None else []
+
+    def packing(self, names: Iterable[str]) -> tuple[Feed, int] | None:
         """Feed and elements a scale of the packed matrix that ``names`` make up together; ``None`` where it is not packed."""
         packed = self._config.packed
         weights = [f"{name}.weight" for name in names]
@@ -42,7 +48,8 @@ class Builder:
             return None
         kinds = {(packed.groups.get(name), name in packed.rotated) for name in weights}
         assert len(kinds) == 1, f"{weights} are packed in different ways"
-        return self._feeds.feed(width, weights[0] in packed.rotated), packed.groups[weights[0]]
+        feed = self._feeds.rotated if weights[0] in packed.rotated else self._feeds.straight
+        return feed, packed.groups[weights[0]]
 
     def column(
         self,
@@ -54,7 +61,7 @@ class Builder:
         stored: Iterable[str] | None = None,
     ) -> ColumnLinear | PackedLinear:
         """A projection whose outputs may be split over ranks, several parts in one; ``stored`` names them as a checkpoint has them."""
-        packing = self.packing(stored or parts, in_size)
+        packing = self.packing(stored or parts)
         if packing is None:
             return ColumnLinear(self._gemm, place, parts, in_size, bias=bias)
         return PackedLinear(packing[0], place, parts, in_size, packing[1], bias=bias)
@@ -63,7 +70,7 @@ class Builder:
         self, place: Placement, name: str, out_size: int, in_size: int, *, bias: bool = False
     ) -> RowLinear | PackedLinear:
         """A projection whose inputs may be split over ranks."""
-        packing = self.packing([name], in_size)
+        packing = self.packing([name])
         if packing is None:
             return RowLinear(self._gemm, place, name, out_size, in_size, bias=bias)
         return PackedLinear(packing[0], place, {name: out_size}, in_size, packing[1], bias=bias)
@@ -78,7 +85,7 @@ class Builder:
         bias: bool = False,
     ) -> GatedLinear | PackedGated:
         """Gate and up with the SwiGLU, before ``down``."""
-        packing = self.packing(parts, in_size)
+        packing = self.packing(parts)
         if packing is None:
             return GatedLinear(self._gemm, place, parts, in_size, bias=bias)
         feed, group = packing
@@ -113,18 +120,17 @@ class Builder:
 
     def embedding(self, place: Placement, name: str, rows: int, size: int) -> Embedding | PackedEmbedding:
         """The table of tokens."""
-        packing = self.packing([name], size)
+        packing = self.packing([name])
         if packing is None:
             return Embedding(place, name, rows, size)
-        feed, group = packing
-        return PackedEmbedding(place, name, rows, size, group, signs=feed.signs, block=feed.block)
+        return PackedEmbedding(packing[0], place, name, rows, size, packing[1])
 
     def head(
         self, place: Placement, name: str, embedding: Embedding | PackedEmbedding, *, tied: bool
     ) -> OutputHead | PackedHead:
         """The output head: of its own, or with the table of ``embedding``, packed where that is."""
         rows, size = embedding.shape
-        packing = self.packing(["model.embed_tokens" if tied else name], size)
+        packing = self.packing(["model.embed_tokens" if tied else name])
         if packing is not None:
             shared = embedding.weight if tied and isinstance(embedding, PackedEmbedding) else None
             return PackedHead(packing[0], place, name, (rows, size), packing[1], shared)

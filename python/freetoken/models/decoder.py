@@ -76,6 +76,7 @@ class Ops:
         self.gemm = SmallGemm(choose_op("small_gemm", kind), self.silu_mul)
         self.build = Builder(config, device, self.norm, self.gemm, self.silu_mul)
         self.choices: list[Choice] = [self.norm.choice, self.rope.choice, self.silu_mul.choice, self.gemm.choice]
+        self.choices += self.build.choices
 
 
 def _norm_choice(config: ModelConfig, kind: str) -> Choice:

@@ -106,7 +106,7 @@ class GatedDeltaNet:
         heads, hidden, build = linear.num_value_heads, config.hidden_size, ops.build
         wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
         narrow = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
-        self.takes_plain = build.packing(wide, hidden) is not None
+        self.takes_plain = build.packing(wide) is not None
         self.gates = build.column(place, narrow, hidden) if self.takes_plain else None
         self.projection = build.column(place, wide if self.takes_plain else wide | narrow, hidden)
         self.widths = [linear.channels, linear.value_size, heads, heads]
@@ -141,7 +141,11 @@ class GatedDeltaNet:
         if decodes:
             parts.append(self._decode([part[:decodes] for part in projected], step.fb, conv, rec))
         if pieces is not None:
-            parts.append(self._prefill([part[decodes:] for part in projected], pieces, conv, rec))
+            z = projected[1][decodes:]
+            o = self._prefill([part[decodes:] for part in projected], pieces, conv, rec)
+            if not decodes and self.out.feed is not None:
+                return self.out(self.out.feed.gated_norm(o, z, self.weights.norm, self.eps))
+            parts.append(self.ops.prefill.norm(o, z, self.weights.norm, self.eps))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _decode(
@@ -157,16 +161,15 @@ class GatedDeltaNet:
     def _prefill(
         self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor
     ) -> torch.Tensor:
-        """``[tokens, Hv * Dv]`` of all prompt pieces, states in place."""
-        qkv, z, b, a = projected
+        """``[tokens, Hv, Dv]`` of all prompt pieces before the gated norm, states in place."""
+        qkv, _, b, a = projected
         g, w = self.geometry, self.weights
         p = pieces
         mixed = self.ops.conv.prefill(qkv, w.conv, None, conv, p.q_starts, p.slots, p.starts, p.max_q_len)
         q, k, v = mixed.split([g.key_size, g.key_size, g.value_size], 1)
         q, k = (heads.unflatten(1, (g.num_key_heads, g.key_head_dim)) for heads in (q, k))
         v = v.unflatten(1, (g.num_value_heads, g.value_head_dim))
-        o = self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
-        return self.ops.prefill.norm(o, z, w.norm, self.eps)
+        return self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
 
 
 def gated_projection(config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
@@ -207,4 +210,6 @@ class GatedAttention(Attention):
     def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         projected = self.qkv(x)
         heads = self.attend(projected[:, : -self.gate_width], step)
-        return self.o(heads.mul_(projected[:, -self.gate_width :].sigmoid()))
+        gate = projected[:, -self.gate_width :]
+        feed = self.o.feed
+        return self.o(heads.mul_(gate.sigmoid()) if feed is None else feed.sigmoid_mul(heads, gate))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.errors import StartupError
-from freetoken.kernels.hadamard import rotate, unrotate
-from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation, activation_group, pq2_linear, quantise
+from freetoken.kernels.dispatch import choose_op
+from freetoken.kernels.hadamard import Activation, Hadamard
+from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, pq2_linear
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.models.config import PackedWeights
@@ -24,73 +25,60 @@ from freetoken.models.layers import Norm, Placement, Slot
 DRAWN_BYTES = 2**26
 CODE_BITS = (0, 2, 4, 6)
 
-Taken = QuantisedActivation | torch.Tensor
-"""What a packed product takes: int8 groups, or rotated activations in float32 where they are not to be quantised."""
-
-
 @dataclass(frozen=True)
 class Fed:
-    """Input of the projections behind one norm: ``taken`` by packed ones, ``plain [T, K]`` by others (``None`` without any)."""
+    """Input of projections behind one feed: ``taken`` by packed ones, ``plain [T, K]`` by others (``None`` without any)."""
 
-    taken: Taken
-    plain: torch.Tensor | None
+    taken: Activation
+    plain: torch.Tensor | None = None
 
 
 class Feed:
-    """Turns activations ``[T, width]`` into what packed projections of that width take.
+    """Turns activations into what packed projections of one input take: signs, rotation, int8 groups.
 
-    ``signs`` is int8 ``[width]`` or ``None``; ``block`` 0 means that the weights are not rotated. ``group`` is how many neighbours share
-    a scale in 8 bits, 0 to leave them in floating point.
+    ``group`` is how many neighbours share a scale in 8 bits, 0 to leave them in floating point. Shapes are those of ``op``.
     """
 
-    def __init__(self, signs: torch.Tensor | None, block: int, group: int) -> None:
-        self.signs = signs
-        self.block = block
+    def __init__(self, op: Hadamard, group: int) -> None:
+        self.op = op
         self.group = group
 
-    def take(self, x: torch.Tensor) -> Taken:
-        """Signed, rotated and quantised ``x [T, width]``."""
-        rotated = rotate(x, self.signs, self.block, torch.float32) if self.block else x
-        return quantise(rotated, self.group) if self.group else rotated
+    def take(self, x: torch.Tensor) -> Fed:
+        """``x [T, width]`` as it is."""
+        return Fed(self.op.rotate(x, self.group))
 
-    def norm(self, op: RmsNorm, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plain: bool) -> Fed:
-        """The same of RMSNorm of ``x``."""
-        normed = op(x, weight, eps)
-        return Fed(self.take(normed), normed if plain else None)
-
-    def add_norm(
-        self, op: RmsNorm, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, *, plain: bool
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, *, plain: bool
     ) -> tuple[Fed, torch.Tensor]:
-        """The same of RMSNorm of ``x + residual``, and that sum."""
-        normed, total = op.add(x, weight, eps, residual)
-        return Fed(self.take(normed), normed if plain else None), total
+        """RMSNorm of ``x``, or of ``x + residual``, and that sum."""
+        normed = self.op.norm(x, weight, eps, self.group, residual, plain=plain)
+        return Fed(normed.activation, normed.plain), normed.residual
 
-    def silu_mul(self, op: SiluMul, gate_up: torch.Tensor) -> Fed:
-        """The same of ``silu(gate) * up`` from ``gate_up [T, 2 width]``."""
-        return Fed(self.take(op(gate_up)), None)
+    def silu_mul(self, gate_up: torch.Tensor) -> Fed:
+        """``silu(gate) * up`` of ``gate_up [T, 2 width]``."""
+        return Fed(self.op.silu_mul(gate_up, self.group))
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> Fed:
+        """``x * sigmoid(gate)``."""
+        return Fed(self.op.sigmoid_mul(x, gate, self.group))
+
+    def gated_norm(self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> Fed:
+        """RMSNorm of each head times ``silu(z)``."""
+        return Fed(self.op.gated_norm(o, z, weight, eps, self.group))
 
 
 class Feeds:
-    """The feeds of one model, one for each width; the activation group is read here, once."""
+    """The two feeds of one model, for weights that are rotated and that are not; the activation group is read here, once."""
 
     def __init__(self, packed: PackedWeights, device: torch.device) -> None:
-        self._packed = packed
-        self._device = device
-        self._group = activation_group()
-        self._made: dict[tuple[int, bool], Feed] = {}
-
-    def feed(self, width: int, rotated: bool) -> Feed:
-        """The feed of projections ``width`` wide, rotated as the file says, or not at all."""
-        key = (width, rotated)
-        if key not in self._made:
-            block = self._packed.block if rotated else 0
-            self._made[key] = Feed(self.signs(width) if rotated else None, block, self._group)
-        return self._made[key]
-
-    def signs(self, width: int) -> torch.Tensor | None:
-        """int8 ``[width]`` on the device, or ``None``."""
-        values = self._packed.signs.get(width)
-        return None if values is None else torch.frombuffer(bytearray(values), dtype=torch.int8).to(self._device)
+        self.choice = choose_op("hadamard", device.type)
+        signs = {
+            width: torch.frombuffer(bytearray(values), dtype=torch.int8).to(device)
+            for width, values in packed.signs.items()
+        }
+        group = activation_group()
+        self.rotated = Feed(Hadamard(self.choice, packed.block or 1, signs), group)
+        self.straight = Feed(Hadamard(self.choice), group)
 
 
 def empty_planes(place: Placement, rows: int, width: int, group: int, what: str) -> PQ2Weight:
@@ -146,7 +134,8 @@ class PackedLinear:
             start += size
 
     def __call__(self, x: torch.Tensor | Fed) -> torch.Tensor:
-        y = pq2_linear(x.taken if isinstance(x, Fed) else self.feed.take(x), self.weight, self.dtype)
+        fed = x if isinstance(x, Fed) else self.feed.take(x)
+        y = pq2_linear(fed.taken, self.weight, self.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
     def planes(self) -> dict[str, torch.Tensor]:
@@ -184,7 +173,7 @@ class PackedGated(PackedLinear):
 
     def __call__(self, x: torch.Tensor | Fed) -> torch.Tensor | Fed:  # type: ignore[override]
         y = super().__call__(x)
-        return self._silu_mul(y) if self._down is None else self._down.silu_mul(self._silu_mul, y)
+        return self._silu_mul(y) if self._down is None else self._down.silu_mul(y)
 
 
 class FeedingNorm(Norm):
@@ -208,28 +197,24 @@ class FeedingNorm(Norm):
         self._plain = plain
 
     def __call__(self, x: torch.Tensor) -> Fed:  # type: ignore[override]
-        return self._feed.norm(self._op, x, self.weight, self._eps, plain=self._plain)
+        return self._feed.norm(x, self.weight, self._eps, None, plain=self._plain)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Fed, torch.Tensor]:  # type: ignore[override]
-        return self._feed.add_norm(self._op, x, self.weight, self._eps, residual, plain=self._plain)
+        return self._feed.norm(x, self.weight, self._eps, residual, plain=self._plain)
 
 
 class PackedEmbedding:
     """Rows by token id of a table in planes ``[V, H]``, decoded and turned back as they are gathered."""
 
-    def __init__(
-        self, place: Placement, name: str, rows: int, size: int, group: int, *, signs: torch.Tensor | None, block: int
-    ) -> None:
+    def __init__(self, feed: Feed, place: Placement, name: str, rows: int, size: int, group: int) -> None:
         self.shape = (rows, size)
         self.weight = empty_planes(place, rows, size, group, name)
         self.slots = plane_slots(name, self.weight, 0, rows)
         self._dtype = place.dtype
-        self._signs = signs
-        self._block = block
+        self._rotation = feed.op
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.weight.rows(ids).dequantise()
-        return (unrotate(rows, self._signs, self._block) if self._block else rows).to(self._dtype)
+        return self._rotation.unrotate(self.weight.rows(ids).dequantise(), self._dtype)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.weight.codes, self.weight.scales)
@@ -250,7 +235,7 @@ class PackedHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [S, H]`` to float32 ``[S, V]``."""
-        return pq2_linear(self.feed.take(hidden), self.weight, torch.float32)
+        return pq2_linear(self.feed.take(hidden).taken, self.weight, torch.float32)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         if self.slots:
