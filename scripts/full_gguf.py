@@ -92,7 +92,7 @@ def _random_rows(shape: tuple[int, ...], generator: np.random.Generator) -> np.n
 
 def _small(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
     """Norms of 1, decays as a fresh model has them, and noise of the variance of one over the inputs."""
-    if name.endswith("norm.weight") or name.endswith("dt.bias"):
+    if name.endswith(("norm.weight", "dt.bias")):
         return np.ones(shape, dtype=np.float32)
     if name.endswith("ssm_a"):
         return -generator.uniform(0.01, 16.0, shape).astype(np.float32)

@@ -29,7 +29,18 @@ PREFIX = "prism.hadamard."
 # Type id, elements and bytes of a block. The first two are told apart in a file by the distances between tensors alone.
 PACKED_TYPES = {"q2_0": (42, 64, 18), "q2_0_g128": (42, 128, 34), "pq2_0": (142, 128, 34), "ptq1_0": (143, 128, 28)}
 GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5": "qwen35"}
-_FOLDED = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_output", "ssm_out", "ffn_gate", "ffn_up", "ffn_down")
+_FOLDED = (
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_qkv",
+    "attn_gate",
+    "attn_output",
+    "ssm_out",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
 
 
 def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
@@ -240,7 +251,9 @@ def _mtp_block(spec: TinyModel) -> Iterator[tuple[str, np.ndarray]]:
         "ffn_down": (hidden, ffn),
         "nextn.eh_proj": (hidden, 2 * hidden),
     }
-    norms = dict.fromkeys(("attn_norm", "post_attention_norm"), hidden) | dict.fromkeys(("attn_q_norm", "attn_k_norm"), spec.head_dim)
+    norms = dict.fromkeys(("attn_norm", "post_attention_norm"), hidden) | dict.fromkeys(
+        ("attn_q_norm", "attn_k_norm"), spec.head_dim
+    )
     norms |= dict.fromkeys((f"nextn.{part}" for part in ("enorm", "hnorm", "shared_head_norm")), hidden)
     for leaf, shape in shapes.items():
         yield f"{prefix}.{leaf}.weight", (WEIGHT_STD * generator.standard_normal(shape)).astype(np.float32)
@@ -336,7 +349,9 @@ _SCALES: dict[str, tuple[int, int | None, float]] = {
 }
 
 
-def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+def random_blocks(
+    kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], generator: np.random.Generator
+) -> np.ndarray:
     """Random packed rows of a K-quant, IQ or ternary type whose decoded values have about a standard deviation of 0.08."""
     elements, size = GGML_QUANT_SIZES[kind]
     if shape[-1] % elements:

@@ -19,7 +19,20 @@ from freetoken.models.parse import parse_hf_config
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 FLOAT_QUANTS = ("f32", "f16", "bf16")
 BLOCK_QUANTS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-IQ_QUANTS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "mxfp4")
+IQ_QUANTS = (
+    "iq1_s",
+    "iq1_m",
+    "iq2_xxs",
+    "iq2_xs",
+    "iq2_s",
+    "iq3_xxs",
+    "iq3_s",
+    "iq4_nl",
+    "iq4_xs",
+    "tq1_0",
+    "tq2_0",
+    "mxfp4",
+)
 PACKED_QUANTS = ("pq2_0", "ptq1_0", "q2_0", "q2_0_g128")
 QUANTS = FLOAT_QUANTS + BLOCK_QUANTS + IQ_QUANTS + PACKED_QUANTS
 WEIGHT_STD = 0.08

@@ -104,7 +104,9 @@ def grouped(value: np.ndarray, spec: TinyModel, size: int, first: int = 0) -> np
     out = value.copy()
     for tiled in range(spec.linear_value_heads):
         place = repeats * (tiled % spec.linear_key_heads) + tiled // spec.linear_key_heads
-        out[first + place * size : first + (place + 1) * size] = value[first + tiled * size : first + (tiled + 1) * size]
+        out[first + place * size : first + (place + 1) * size] = value[
+            first + tiled * size : first + (tiled + 1) * size
+        ]
     return out
 
 

@@ -116,9 +116,7 @@ def test_ternary_bytes_and_codes_hold_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant", PACKED_TYPES)
 @pytest.mark.parametrize("elements", [1, 999, 2**20])
-def test_rows_and_columns_are_moved(
-    quant: str, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_columns_are_moved(quant: str, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freetoken.loader.quant.PLANE_CHUNK_ELEMENTS", elements)
     monkeypatch.setattr("freetoken.loader.quant.CHUNK_ELEMENTS", elements)
     file = file_of(tmp_path / "t.gguf", quant, {"t": random_rows(quant, 6, 512)})
@@ -134,11 +132,15 @@ def test_rows_and_columns_are_moved(
 @pytest.mark.parametrize("quant", ["q2_0", "q2_0_g128"])
 def test_the_layout_is_told_by_the_distances(quant: str, tmp_path: Path) -> None:
     """All tensors count: one alone may be so small that both layouts take the same room."""
-    tensors = {"small": random_rows(quant, 1, 128), "large": random_rows(quant, 40, 512), "last": random_rows(quant, 1, 128)}
+    tensors = {
+        "small": random_rows(quant, 1, 128),
+        "large": random_rows(quant, 40, 512),
+        "last": random_rows(quant, 1, 128),
+    }
     file = file_of(tmp_path / "t.gguf", quant, tensors)
     assert {tensor.type_name for tensor in file.tensors.values()} == {NAMES[quant]}
     assert [file.raw(name).tobytes() for name in tensors] == [rows.tobytes() for rows in tensors.values()]
-    with pytest.raises(StartupError, match="'small' has type id 42.*cannot be told"):
+    with pytest.raises(StartupError, match=r"'small' has type id 42.*cannot be told"):
         file_of(tmp_path / "u.gguf", quant, {"small": tensors["small"]})
 
 

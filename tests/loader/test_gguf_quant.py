@@ -154,7 +154,9 @@ def random_rows(name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
     for at in SCALAR[name][1]:
         scales = generator.standard_normal((rows, blocks, 1)).astype("<f2")
         packed[:, :, at : at + 2] = scales.view(np.uint8)
-    if name == "IQ1_M":  # the scale is spread over the high nibbles of four words, the last with its sign and high exponent
+    if (
+        name == "IQ1_M"
+    ):  # the scale is spread over the high nibbles of four words, the last with its sign and high exponent
         packed[:, :, 55] = packed[:, :, 55] & 0x8F | 0x30
     if name == "MXFP4":  # an exponent
         packed[:, :, 0] = generator.integers(100, 150, (rows, blocks))

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import OneRequest
-from gguf_oracle import hf_model
 from make_tiny_model import TinyModel, make_tiny_model
+from tiny_spec import hf_config
 
 from freetoken.kernels.hadamard import rotate
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
+from freetoken.loader.names import expected_tensors, held_bytes
+from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
 from freetoken.models.decoder import DecoderModel
+from freetoken.models.parse import parse_hf_config
 from freetoken.models.registry import build_model
+from gguf_oracle import hf_model
 
 TOKENS = 90
 GROUP = "FREETOKEN_PQ2_ACTIVATION_GROUP"
@@ -189,15 +193,17 @@ def test_gates_of_linear_attention_take_plain_activations(
     assert mixer.takes_plain and mixer.gates.feed is None and not model.layers[2].mixer.takes_plain
     gates = type(mixer.gates).__call__
     feed = mixer.feed
-    monkeypatch.setattr(type(mixer.gates), "__call__", lambda self, x: gates(self, rotate(x, feed.op.signs[128], 128) if self is mixer.gates else x))
+    monkeypatch.setattr(
+        type(mixer.gates),
+        "__call__",
+        lambda self, x: gates(self, rotate(x, feed.op.signs[128], 128) if self is mixer.gates else x),
+    )
     ids, logits = expected("rotated")
     assert relative(run(model, ids), logits) > 1e-2
 
 
 def test_weights_stay_packed(paths: Paths) -> None:
     """2.125 bits an element of every matrix, and what is held is what was counted beforehand."""
-    from freetoken.loader.names import expected_tensors, held_bytes
-
     checkpoint = open_checkpoint(paths("rotated"))
     model = load(checkpoint, torch.bfloat16)
     packed = checkpoint.model.packed
@@ -211,11 +217,9 @@ def test_weights_stay_packed(paths: Paths) -> None:
 
 @pytest.mark.parametrize("block", [0, 128])
 def test_random_packed_weights_of_a_config(block: int) -> None:
-    from freetoken.loader.packing import packing_from_config
-    from freetoken.models.parse import parse_hf_config
-    from tiny_spec import hf_config
-
-    config = hf_config(TinyModel(**HYBRID), 300) | {"quantization_config": {"quant_method": "pq2", "hadamard_block": block}}
+    config = hf_config(TinyModel(**HYBRID), 300) | {
+        "quantization_config": {"quant_method": "pq2", "hadamard_block": block}
+    }
     parsed = parse_hf_config(config, None, "random")
     parsed = replace(parsed, packed=packing_from_config(config, parsed, "config.json"))
     model = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)

@@ -132,7 +132,9 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     model = parse_hf_config(config, generation, name, source=source)
     model = dataclasses.replace(model, packed=packing_from_config(config, model, source))
     if model.packed is not None and weights:
-        raise StartupError(f"{folder}: 2-bit weights are read from .gguf files; a folder can only ask for --load-format dummy")
+        raise StartupError(
+            f"{folder}: 2-bit weights are read from .gguf files; a folder can only ask for --load-format dummy"
+        )
     found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
     stored = _select_stored(folder, found, model) if weights else {}
     return Checkpoint(
@@ -191,7 +193,9 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
     hadamard = read_hadamard(file)
     config = _lay_over(hf_config_from_gguf(file), overrides)
     if config.get("quantization_config") is not None:
-        raise StartupError(f"{path}: quantization_config cannot be laid over a GGUF file, whose tensors say what they are")
+        raise StartupError(
+            f"{path}: quantization_config cannot be laid over a GGUF file, whose tensors say what they are"
+        )
     model = parse_hf_config(config, None, path.stem, source=str(path))
     # Converters store the norm weights of hybrid models as they are used.
     model = dataclasses.replace(model, zero_centred_norm=False)
@@ -243,7 +247,9 @@ def _select_gguf(
             raise StartupError(f"{file.path}: tensor {source!r} has type {tensor.type_name}, which is not served")
         shape = expected[name]
         # Converters drop the axis of one channel a group.
-        _check_shape(file.path, source, tensor.shape, (shape[0], shape[2]) if name.endswith(".conv1d.weight") else shape)
+        _check_shape(
+            file.path, source, tensor.shape, (shape[0], shape[2]) if name.endswith(".conv1d.weight") else shape
+        )
         names[name] = source
     _check_complete(file.path, expected, names)
     return names, aside

@@ -85,10 +85,14 @@ def _hybrid_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
     layers = keys.integer("block_count") - mtp_blocks(keys.file)
     heads, width = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
     if not heads or width % heads:
-        keys.fail(f"metadata key '{keys.prefix}.ssm.inner_size' {width} is not a multiple of ssm.time_step_rank {heads}")
+        keys.fail(
+            f"metadata key '{keys.prefix}.ssm.inner_size' {width} is not a multiple of ssm.time_step_rank {heads}"
+        )
     scale = keys.number("attention.scale", 0.0)
     if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-5):
-        keys.fail(f"metadata key '{keys.prefix}.attention.scale' is {scale:g}, which is not served; 1/sqrt of the head size is")
+        keys.fail(
+            f"metadata key '{keys.prefix}.attention.scale' is {scale:g}, which is not served; 1/sqrt of the head size is"
+        )
     config: dict[str, Any] = {
         "num_hidden_layers": layers,
         "full_attention_interval": keys.integer("full_attention_interval", 4),

@@ -77,9 +77,7 @@ def read_hadamard(file: GGUFFile) -> Hadamard | None:
             keys.fail(key, f"is {keys.string(key)[:60]!r}; {' and '.join(wanted)} are served")
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        keys.fail(
-            "version", f"is there, but rotated weights of architecture {str(architecture)[:40]!r} are not served"
-        )
+        keys.fail("version", f"is there, but rotated weights of architecture {str(architecture)[:40]!r} are not served")
     rotated = _rotated(keys)
     inverse = _inverse(keys, tied, HEAD in file.tensors)
     signs = _signs(keys, block)
@@ -184,7 +182,9 @@ def _inverse(keys: _Keys, tied: bool, has_head: bool) -> bool:
     if tied and not names:
         keys.fail("tied_output", f"is true, but {EMBEDDING!r} is not among {PREFIX}inverse_weight_names")
     if names and not tied and not has_head:
-        keys.fail("inverse_weight_names", f"names {EMBEDDING!r}, but there is no {HEAD!r} and version 1 ties none to it")
+        keys.fail(
+            "inverse_weight_names", f"names {EMBEDDING!r}, but there is no {HEAD!r} and version 1 ties none to it"
+        )
     return bool(names)
 
 

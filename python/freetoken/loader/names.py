@@ -10,8 +10,33 @@ from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, Mod
 
 # GGUF types that can be decoded at load, all by the ``gguf`` package.
 DECODABLE_TYPES = frozenset(
-    ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-    + ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4")
+    [
+        "F32",
+        "F16",
+        "BF16",
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ1_S",
+        "IQ1_M",
+        "IQ2_XXS",
+        "IQ2_XS",
+        "IQ2_S",
+        "IQ3_XXS",
+        "IQ3_S",
+        "IQ4_NL",
+        "IQ4_XS",
+        "TQ1_0",
+        "TQ2_0",
+        "MXFP4",
+    ]
 )
 # GGUF types that can stay packed, with the elements that share a scale.
 PACKABLE_TYPES = {"PQ2_0": 128, "PTQ1_0": 128, "Q2_0": 64, "Q2_0_G128": 128}
@@ -49,9 +74,7 @@ _GGUF_HYBRID = _GGUF_LAYER | {
     "ssm_norm.weight": "linear_attn.norm.weight",
     "ssm_out.weight": "linear_attn.out_proj.weight",
 }
-_GGUF_MTP = re.compile(
-    r"nextn\.(eh_proj|enorm|hnorm|shared_head_norm|shared_head_head|embed_tokens)\.weight"
-)
+_GGUF_MTP = re.compile(r"nextn\.(eh_proj|enorm|hnorm|shared_head_norm|shared_head_head|embed_tokens)\.weight")
 _GGUF_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"
 

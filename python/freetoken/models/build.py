@@ -89,9 +89,7 @@ class Builder:
         if packing is None:
             return GatedLinear(self._gemm, place, parts, in_size, bias=bias)
         feed, group = packing
-        return PackedGated(
-            feed, place, parts, in_size, group, silu_mul=self._silu_mul, down=down.feed, bias=bias
-        )
+        return PackedGated(feed, place, parts, in_size, group, silu_mul=self._silu_mul, down=down.feed, bias=bias)
 
     def norm(self, place: Placement, name: str, size: int) -> Norm:
         """A norm whose output is taken as it is."""

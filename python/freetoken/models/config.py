@@ -49,10 +49,10 @@ class PackedWeights:
     ``signs`` holds for each width one int8 of 1 or -1 a column; a width that is not there has none.
     """
 
-    groups: dict[str, int]
-    rotated: frozenset[str] = frozenset()
+    groups: dict[str, int] = field(repr=False)
+    rotated: frozenset[str] = field(default=frozenset(), repr=False)
     block: int = 0
-    signs: dict[int, bytes] = field(default_factory=dict)
+    signs: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def nbytes(self, name: str, elements: int) -> int:
         """Bytes of codes and scales of tensor ``name``."""

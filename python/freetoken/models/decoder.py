@@ -103,7 +103,9 @@ class Attention:
             self.k_norm = ops.build.norm(place, f"{name}.k_norm", config.head_dim)
         self.o = ops.build.row(place, f"{name}.o_proj", hidden, config.q_size, bias=config.attention_bias)
 
-    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
+    def make_projection(
+        self, config: ModelConfig, ops: Ops, place: Placement, name: str
+    ) -> ColumnLinear | PackedLinear:
         """The merged projection of queries, keys and values."""
         parts = {f"{name}.q_proj": config.q_size, f"{name}.k_proj": config.kv_size, f"{name}.v_proj": config.kv_size}
         return ops.build.column(place, parts, config.hidden_size, bias=config.attention_bias)
@@ -185,7 +187,9 @@ class DecoderModel:
         place.share(config.num_kv_heads, "num_key_value_heads")
         with torch.inference_mode():
             self.ops = self.make_ops()
-            self.embedding = self.ops.build.embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
+            self.embedding = self.ops.build.embedding(
+                place, "model.embed_tokens", config.vocab_size, config.hidden_size
+            )
             self.layers = [
                 DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index))
                 for index in range(config.num_layers)

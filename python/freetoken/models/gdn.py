@@ -182,7 +182,11 @@ def gated_projection(config: ModelConfig, ops: Ops, place: Placement, name: str)
     q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
     parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
     projection = ops.build.column(
-        place, parts, config.hidden_size, bias=config.attention_bias, stored=[q_name, f"{name}.k_proj", f"{name}.v_proj"]
+        place,
+        parts,
+        config.hidden_size,
+        bias=config.attention_bias,
+        stored=[q_name, f"{name}.k_proj", f"{name}.v_proj"],
     )
     heads, dim = config.num_heads // place.tp_size, config.head_dim
     for kind, whole in projection.planes().items():
@@ -204,7 +208,9 @@ class GatedAttention(Attention):
         super().__init__(config, ops, place, name, kv_layer)
         self.gate_width = config.q_size // place.tp_size
 
-    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
+    def make_projection(
+        self, config: ModelConfig, ops: Ops, place: Placement, name: str
+    ) -> ColumnLinear | PackedLinear:
         return gated_projection(config, ops, place, name)
 
     def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:

@@ -25,6 +25,7 @@ from freetoken.models.layers import Norm, Placement, Slot
 DRAWN_BYTES = 2**26
 CODE_BITS = (0, 2, 4, 6)
 
+
 @dataclass(frozen=True)
 class Fed:
     """Input of projections behind one feed: ``taken`` by packed ones, ``plain [T, K]`` by others (``None`` without any)."""
@@ -100,9 +101,11 @@ def plane_slots(name: str, weight: PQ2Weight, start: int, rows: int) -> dict[str
 
 def randomise_planes(weight: PQ2Weight, generator: torch.Generator) -> None:
     """Ternary values in equal shares with the variance of one over the number of inputs, in scales that differ by up to a half."""
-    digits = torch.arange(81, device=weight.codes.device).unsqueeze(1) // torch.tensor(
-        [1, 3, 9, 27], device=weight.codes.device
-    ) % 3
+    digits = (
+        torch.arange(81, device=weight.codes.device).unsqueeze(1)
+        // torch.tensor([1, 3, 9, 27], device=weight.codes.device)
+        % 3
+    )
     shifts = torch.tensor(CODE_BITS, device=weight.codes.device)
     bytes_of = (digits << shifts).sum(1).to(torch.uint8)
     flat = weight.codes.view(-1)
