@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import IO
 
 import gguf
 import numpy as np
@@ -35,13 +36,13 @@ FULL_SIZE = TinyModel(
 VOCABULARY = 248320
 FIRST_SPECIAL = 248044
 # Rows drawn for each matrix; the rest repeats them.
-DRAWN_ROWS = 256
+DRAWN_ROWS = 1024
 
 
 def write_full_size(path: Path, spec: TinyModel = FULL_SIZE, vocabulary: int = VOCABULARY) -> Path:
     """Write the file (7.2 GB as it stands), tensor by tensor; returns ``path``.
 
-    Matrices are a few hundred random ternary rows over and over, with scales that keep activations in range; the vocabulary is
+    Matrices are a thousand random ternary rows over and over, with scales that keep activations in range; the vocabulary is
     synthetic, of the true size: bytes, pairs of bytes and pairs of these with a byte, with their merges.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,9 +70,15 @@ def write_full_size(path: Path, spec: TinyModel = FULL_SIZE, vocabulary: int = V
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    generator = np.random.default_rng(spec.seed)
+    assert writer.fout is not None
+    out, generator = writer.fout[0], np.random.default_rng(spec.seed)
     for name, shape in shapes.items():
-        writer.write_tensor_data(_random_rows(shape, generator) if name in packed else _small(name, shape, generator))
+        writer.write_padding(out, out.tell())
+        if name in packed:
+            _write_rows(out, _random_rows(shape, generator), shape[0])
+        else:
+            _small(name, shape, generator).tofile(out)
+    writer.write_padding(out, out.tell())
     writer.close()
     return path
 
@@ -80,14 +87,20 @@ def _is_bfloat16(name: str) -> bool:
     return name.split(".")[-2] in ("ssm_alpha", "ssm_beta")
 
 
+def _write_rows(out: IO[bytes], drawn: np.ndarray, rows: int) -> None:
+    """``rows`` rows, those of ``drawn`` over and over."""
+    for start in range(0, rows, len(drawn)):
+        drawn[: rows - start].tofile(out)
+
+
 def _random_rows(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """The rows that a matrix of ``shape`` repeats."""
     rows, width = shape
     drawn = min(DRAWN_ROWS, rows)
     codes = generator.integers(0, 3, (drawn, width // 128, 32, 4), dtype=np.uint8)
     scales = generator.uniform(0.8, 1.2, (drawn, width // 128, 1)) * math.sqrt(1.5 / width)
     quads = (codes << np.array([0, 2, 4, 6], dtype=np.uint8)).sum(3).astype(np.uint8)
-    block = np.concatenate((scales.astype("<f2").view(np.uint8), quads), 2).reshape(drawn, -1)
-    return np.tile(block, (-(-rows // drawn), 1))[:rows]
+    return np.concatenate((scales.astype("<f2").view(np.uint8), quads), 2).reshape(drawn, -1)
 
 
 def _small(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:

@@ -7,15 +7,18 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from make_tiny_model import make_tiny_model
 
 from freetoken.errors import StartupError
 from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.gguf import PRIVATE_IDS, TENSOR_TYPES, GGUFFile
+from freetoken.loader.stream import stream_tensors
 from freetoken.loader.tokenizer import load_tokenizer
 
 
@@ -225,33 +228,67 @@ def _mutations(rng: random.Random, head: int) -> list[Callable[[bytearray], None
     return [flip, flip, wild_count, small_number, cut_out, repeat, truncate]
 
 
-def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    """Whatever the bytes, the answer is a checkpoint or a StartupError, in memory proportional to the file."""
-    source = make_tiny_model(
-        tmp_path / "seed.gguf", format="gguf", quant="q4_0", num_layers=1, hidden_size=32, num_heads=2,
-        num_kv_heads=1, intermediate_size=32, tokenizer_vocab=270,
-    )  # fmt: skip
-    seed, rng, path = source.read_bytes(), random.Random(20240607), tmp_path / "mutated.gguf"
+SEEDS: dict[str, dict[str, Any]] = {
+    "plain": {
+        "quant": "q4_0", "num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32,
+    },
+    "rotated hybrid": {
+        "arch": "qwen3_5", "quant": "pq2_0", "hidden_size": 128, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,
+        "num_kv_heads": 1, "head_dim": 32, "layer_pattern": "lf", "linear_value_dim": 32, "linear_value_heads": 4,
+        "hadamard": 64, "gdn_v_grouped": True, "mtp": 1,
+    },
+    "two bits": {
+        "arch": "qwen3", "quant": "q2_0_g128", "num_layers": 1, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128,
+        "hadamard": 128, "tied": True,
+    },
+}  # fmt: skip
+
+
+def mutate_and_open(name: str, turns: int, traced: int, seed: int, tmp_path: Path) -> tuple[int, int, int]:
+    """Files read, files refused, and the most memory that was held over the first ``traced`` of them.
+
+    Whatever the bytes, the answer is a checkpoint, whose weights and tokenizer can be read, or a StartupError.
+    """
+    source = make_tiny_model(tmp_path / "seed.gguf", format="gguf", tokenizer_vocab=270, **SEEDS[name])
+    data, rng, path = source.read_bytes(), random.Random(seed), tmp_path / "mutated.gguf"
     head = min(tensor.offset for tensor in GGUFFile.open(source).tensors.values())
     mutations = _mutations(rng, head)
     read = refused = peak = 0
     tracemalloc.start()
-    for turn in range(2000):
-        if turn == 500:  # tracing costs most of the time
+    for turn in range(turns):
+        if turn == traced:  # tracing costs most of the time
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-        data = bytearray(seed)
-        rng.choice(mutations)(data)
+        changed = bytearray(data)
+        rng.choice(mutations)(changed)
         path.unlink(missing_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(changed)
         try:
             file = GGUFFile.open(path)
-            for name, tensor in file.tensors.items():
-                assert len(file.raw(name)) == tensor.nbytes
-            load_tokenizer(open_checkpoint(path))
+            for key, tensor in file.tensors.items():
+                assert len(file.raw(key)) == tensor.nbytes
+            checkpoint = open_checkpoint(path)
+            load_tokenizer(checkpoint)
+            if turn % 10 == 0:
+                assert sum(1 for _ in stream_tensors(checkpoint, torch.float32))
             read += 1
         except StartupError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert read > 100 and refused > 1000
+    return read, refused, peak
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    read, refused, peak = mutate_and_open(name, 600, 150, 20240607, tmp_path)
+    assert read > 30 and refused > 200
+    assert 0 < peak < 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDS)
+def test_ten_thousand_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Over the three kinds of file."""
+    read, refused, peak = mutate_and_open(name, 3400, 3399, 4, tmp_path)
+    assert read > 200 and refused > 1000
     assert 0 < peak < 16 * 2**20

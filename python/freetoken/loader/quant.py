@@ -35,13 +35,12 @@ def split_planes(blocks: torch.Tensor, type_name: str) -> tuple[torch.Tensor, to
     rows, group = blocks.shape[0], PACKABLE_TYPES[type_name]
     if type_name == "PTQ1_0":
         packed = blocks.view(rows, -1, 28)
-        return _trits_to_codes(packed[:, :, :26]).view(rows, -1), _scales(packed[:, :, 26:])
-    packed = blocks.view(rows, -1, 2 + group // 4)
-    return packed[:, :, 2:].reshape(rows, -1), _scales(packed[:, :, :2])
-
-
-def _scales(stored: torch.Tensor) -> torch.Tensor:
-    return stored.contiguous().view(torch.float16).view(stored.shape[0], -1)
+        scales = blocks.view(torch.int16).view(rows, -1, 14)[:, :, 13].contiguous().view(torch.float16)
+        return _trits_to_codes(packed[:, :, :26]).view(rows, -1), scales
+    # Moved as 16-bit words, which takes a fraction of the time that single bytes do.
+    words = blocks.view(torch.int16).view(rows, -1, 1 + group // 8)
+    codes = words[:, :, 1:].reshape(rows, -1).view(torch.uint8)
+    return codes, words[:, :, 0].contiguous().view(torch.float16)
 
 
 def _trits_to_codes(stored: torch.Tensor) -> torch.Tensor:
