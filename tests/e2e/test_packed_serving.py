@@ -16,6 +16,7 @@ from rig import Answer, Rig
 from tiny_spec import hf_config
 from ways import BUCKETS, WAYS, check, random_prompts, serve_all_ways
 
+from e2e.servers import Server
 from freetoken import Engine
 from gguf_oracle import hf_model
 
@@ -123,3 +124,15 @@ def test_random_packed_weights_of_a_config(tmp_path: Path) -> None:
         assert rig.config.public()["model"]["packed"]["block"] == 64
         answers = rig.serve(random_prompts(2), max_new_tokens=6, logprobs=0)
         assert all(len(answer.ids) == 6 for answer in answers)
+
+
+def test_a_server_on_a_file(hybrid: Path) -> None:
+    """Over HTTP: a chat, and what the server says of its weights."""
+    with Server("--model-path", str(hybrid), "--max-total-tokens", "2048", "--context-length", "1024") as server:
+        packed = server.info()["args"]["model"]["packed"]
+        assert packed == {"matrices": 21, "groups": [128], "rotated": 21, "block": 128}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Count to ten. " * 20}], "max_tokens": 8, "ignore_eos": True}
+        answers = [server.post("/v1/chat/completions", **body, temperature=0) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        first, second = (answer.json()["choices"][0]["message"]["content"] for answer in answers)
+        assert first == second and server.metric("freetoken:cached_tokens_total") > 0
