@@ -248,7 +248,9 @@ def decode_kernel(
     here = row[:, None] < rows
     codes = tl.load(codes_ptr + row[:, None] * (K // 4) + byte[None, :], mask=here & (byte[None, :] < K // 4), other=0)
     scales = tl.load(
-        scales_ptr + row[:, None] * (K // GROUP_W) + group[None, :], mask=here & (group[None, :] < K // GROUP_W), other=0.0
+        scales_ptr + row[:, None] * (K // GROUP_W) + group[None, :],
+        mask=here & (group[None, :] < K // GROUP_W),
+        other=0.0,
     )
     values = tl.reshape(_values(codes, ROWS, WIDTH, False, ON_GPU), (ROWS, GROUPS, GROUP_W))
     wide = tl.reshape(values.to(tl.float32) * scales.to(tl.float32)[:, :, None], (ROWS, WIDTH))
