@@ -54,6 +54,8 @@ OPS: tuple[Op, ...] = (
     ),
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
+    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV"),
+    Op("pq2_single", "FREETOKEN_PQ2_SINGLE_GEMV"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

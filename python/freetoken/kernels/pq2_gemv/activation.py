@@ -21,8 +21,6 @@ from freetoken import environ
 ACTIVATION_GROUPS = (32, 64, 128)
 SMALLEST = 2.0**-100
 """Below this a group is zero, which keeps the inverse finite and all arithmetic clear of subnormal numbers."""
-RUN = 16
-"""Values within each of these are transposed as 4 by 4."""
 GROUP_NAME = "FREETOKEN_PQ2_ACTIVATION_GROUP"
 
 
@@ -70,13 +68,13 @@ class QuantisedActivation:
 
     def dequantise(self) -> torch.Tensor:
         """float32 ``[M, K]``: ``q * scale`` in the order of the elements."""
-        q = self.natural().float().view(self.tokens, -1, self.group)
+        q = self.natural().float().view(self.tokens, self.width // self.group, self.group)
         return (q * self.scales[:, :, None]).view(self.tokens, self.width)
 
 
 def transpose_runs(values: torch.Tensor) -> torch.Tensor:
     """Transposes every 16 neighbours of ``[M, K]`` as 4 by 4; its own inverse."""
-    return values.reshape(values.shape[0], -1, 4, 4).transpose(2, 3).reshape(values.shape)
+    return values.reshape(values.shape[0], values.shape[1] // 16, 4, 4).transpose(2, 3).reshape(values.shape)
 
 
 def activation_group() -> int:
