@@ -70,6 +70,14 @@ TABLE: tuple[EnvVar, ...] = (
         "Products of one token with two-bit weights, where `FREETOKEN_PQ2_FUSED_GEMV` is on: `1` a kernel of its own, `0` the "
         "kernel of few tokens, `check` its own, compared with the reference on every call.",
     ),
+    EnvVar("FREETOKEN_PQ2_FUSED_GEMM", "kernel", "1", f"Products of many tokens with two-bit weights: {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PQ2_GEMM_FORM",
+        "str",
+        "auto",
+        "How many tokens are multiplied with two-bit weights: `int8` with integer tensor cores, `float` with tiles of weights decoded "
+        "to the model's type, `dense` with slices of weights decoded ahead, `auto` as is fastest for their number.",
+    ),
     EnvVar(
         "FREETOKEN_PQ2_ACTIVATION_GROUP",
         "int",

@@ -12,12 +12,14 @@ FLOATS = {"values_ptr": "*bf16", "scales_ptr": "*bf16", "sums_ptr": "*bf16"}
 
 def rotate_case(name: str, kind: str, width: int, group: int, warps: int, inverse: bool = False) -> KernelCase:
     inputs = {"x_ptr": "*bf16", "other_ptr": "*bf16", "weight_ptr": "*fp32", "signs_ptr": "*i8"}
+    if kind == "table":
+        inputs |= {"x_ptr": "*i64", "other_ptr": "*u8", "weight_ptr": "*fp16"}
     scalars = {"eps": "fp32", "x_stride": "i32", "other_stride": "i32"}
     constexprs = {
         **GEOMETRY,
         "width": width,
         "KIND": kind,
-        "HEAD": 128 if kind == "gated_norm" else 1,
+        "HEAD": 128 if kind in ("gated_norm", "table") else 1,
         "GROUP": group,
         "INVERSE": inverse,
         "EARLY": False,
@@ -55,17 +57,11 @@ def norm_case(name: str, group: int, warps: int, tiles: int, early: bool = False
 
 
 CASES = [
-    rotate_case("rotate, one token", "plain", 5120, 128, 4),
-    rotate_case("rotate, many tokens", "plain", 5120, 128, 2),
-    rotate_case("rotate to floats", "plain", 5120, 0, 2),
-    rotate_case("rotate back", "plain", 5120, 0, 4, inverse=True),
-    rotate_case("silu", "silu_mul", 17408, 128, 4),
-    rotate_case("silu, groups of 32", "silu_mul", 17408, 32, 4),
-    rotate_case("sigmoid", "sigmoid_mul", 6144, 64, 4),
-    rotate_case("gated norm", "gated_norm", 6144, 128, 4),
+    rotate_case("silu, one token", "silu_mul", 17408, 128, 4),
+    rotate_case("sigmoid, groups of 32", "sigmoid_mul", 6144, 32, 2),
     rotate_case("gated norm, many tokens", "gated_norm", 6144, 0, 2),
+    rotate_case("rows of a table", "table", 5120, 0, 4, inverse=True),
     norm_case("norm, one token", 128, 4, 1),
     norm_case("norm, one token, early", 128, 4, 1, early=True),
     norm_case("norm, many tokens", 128, 2, 5),
-    norm_case("norm to floats", 0, 2, 5),
 ]

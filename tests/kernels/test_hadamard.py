@@ -16,6 +16,7 @@ from freetoken.kernels.hadamard import (
     Activation,
     Hadamard,
     RotateConfig,
+    Rotation,
     candidates,
     pick_config,
     reference,
@@ -25,6 +26,7 @@ from freetoken.kernels.hadamard import (
     unrotate,
 )
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, quantise_reference
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 from freetoken.kernels.rms_norm import reference as rms
 from freetoken.kernels.silu_mul import reference as silu
 
@@ -169,20 +171,21 @@ def test_gated_kernels(heads: int, head: int, block: int, monkeypatch: pytest.Mo
     pair = (torch.randn(tokens, 2 * width) * 2).to(DEVICE, torch.float16)
     o, z = torch.randn(tokens, heads, head).to(DEVICE, torch.float16), pair[:, width:]
     weight, signs = torch.randn(head).to(DEVICE), signs_of(width)
-    op, plain = (Hadamard(choice("hadamard", impl), block, {width: signs}) for impl in ("triton", "reference"))
+    op, plain = (Hadamard(choice("hadamard", impl)) for impl in ("triton", "reference"))
+    turned = Rotation(block, signs)
     for group in (128, 0):
         with poisoned_outputs(monkeypatch):
             found = (
-                op.gated_norm(o, z, weight, EPS, group),
-                op.silu_mul(pair, group),
-                op.sigmoid_mul(o.flatten(1), z, group),
-                op.rotate(z, group),
+                op.gated_norm(o, z, weight, EPS, turned, group),
+                op.silu_mul(pair, turned, group),
+                op.sigmoid_mul(o.flatten(1), z, turned, group),
+                op.rotate(z, turned, group),
             )
         expected = (
-            plain.gated_norm(o, z, weight, EPS, group),
-            plain.silu_mul(pair, group),
-            plain.sigmoid_mul(o.flatten(1), z, group),
-            plain.rotate(z, group),
+            plain.gated_norm(o, z, weight, EPS, turned, group),
+            plain.silu_mul(pair, turned, group),
+            plain.sigmoid_mul(o.flatten(1), z, turned, group),
+            plain.rotate(z, turned, group),
         )
         for actual, wanted in zip(found, expected, strict=True):
             if group:
@@ -190,7 +193,7 @@ def test_gated_kernels(heads: int, head: int, block: int, monkeypatch: pytest.Mo
             else:
                 assert isinstance(actual, torch.Tensor) and isinstance(wanted, torch.Tensor)
                 assert actual.dtype == torch.float16 and relative_rms(actual, wanted) < 1e-3
-    assert torch.equal(op.unrotate(z), plain.unrotate(z))
+    assert torch.equal(op.unrotate(z, turned), plain.unrotate(z, turned))
 
 
 def test_producers_are_the_ops_of_the_unfused_model_and_a_rotation() -> None:
@@ -217,21 +220,47 @@ def test_producers_are_the_ops_of_the_unfused_model_and_a_rotation() -> None:
 
 
 def test_heads_and_blocks_that_no_kernel_takes_go_to_the_reference() -> None:
-    op = Hadamard(choice("hadamard", "triton"), 64, {})
+    op = Hadamard(choice("hadamard", "triton"))
     o, z, weight = torch.randn(2, 4, 96), torch.randn(2, 384), torch.randn(96)
-    assert same_integers(op.gated_norm(o, z, weight, EPS, 128), reference.gated_norm(o, z, weight, EPS, None, 64, 128))
-    large = Hadamard(choice("hadamard", "triton"), 16384)
-    x = torch.randn(1, 16384)
-    assert torch.equal(large.unrotate(x), reference.unrotate(x, None, 16384))
+    assert same_integers(
+        op.gated_norm(o, z, weight, EPS, Rotation(64), 128), reference.gated_norm(o, z, weight, EPS, None, 64, 128)
+    )
+    x, large = torch.randn(1, 16384), Rotation(16384)
+    assert torch.equal(op.unrotate(x, large), reference.unrotate(x, None, 16384))
+    assert same_integers(
+        op.norm(x, x[0], EPS, large, 128).activation, reference.norm(x, x[0], EPS, None, 16384, 128).activation
+    )
+
+
+@pytest.mark.parametrize(("width", "block", "group"), [(384, 128, 128), (256, 1, 64), (1280, 256, 64)])
+def test_embedding_rows(width: int, block: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = torch.randint(0, 256, (9, width // 4), dtype=torch.uint8, device=DEVICE)
+    table = PQ2Weight(codes, torch.rand(9, width // group, device=DEVICE).half(), group)
+    ids = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    op, rotation = Hadamard(choice("hadamard", "triton")), Rotation(block, signs_of(width))
+    with poisoned_outputs(monkeypatch):
+        rows = op.embed(ids, table, rotation, torch.float32)
+        halves = op.embed(ids, table, Rotation(block), torch.float16)
+        none = op.embed(ids[:0], table, rotation, torch.float16)
+    assert torch.equal(rows, reference.embed(ids, table, rotation.signs, block, torch.float32))
+    assert torch.equal(halves, reference.embed(ids, table, None, block, torch.float16))
+    assert none.shape == (0, width)
+    folded = table.dequantise()[ids]
+    assert torch.equal(rows, unrotate(folded, rotation.signs, block))
 
 
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = Hadamard(choice("hadamard", "check"), 64)
+    op, turned = Hadamard(choice("hadamard", "check")), Rotation(64)
     x, weight = torch.randn(2, 128, device=DEVICE), torch.randn(128, device=DEVICE)
-    op.rotate(x, 128), op.rotate(x, 0), op.norm(x, weight, EPS, 128, x, plain=True)
+    op.rotate(x, turned, 128), op.rotate(x, turned, 0), op.norm(x, weight, EPS, turned, 128, x, plain=True)
     transform = reference.transform
     monkeypatch.setattr(reference, "transform", lambda x, block: transform(x, block) * 1.01)
-    for call in (lambda: op.rotate(x, 128), lambda: op.norm(x, weight, EPS, 0), lambda: op.unrotate(x)):
+    calls = (
+        lambda: op.rotate(x, turned, 128),
+        lambda: op.norm(x, weight, EPS, turned, 0),
+        lambda: op.unrotate(x, turned),
+    )
+    for call in calls:
         with pytest.raises(KernelCheckError, match=r"hadamard: the activation differs .* relative RMS"):
             call()
 

@@ -54,6 +54,9 @@ OPS: tuple[Op, ...] = (
     ),
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
+    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV"),
+    Op("pq2_single", "FREETOKEN_PQ2_SINGLE_GEMV"),
+    Op("pq2_gemm", "FREETOKEN_PQ2_FUSED_GEMM"),
     Op("hadamard", "FREETOKEN_FUSED_HADAMARD"),
 )
 

@@ -11,14 +11,16 @@ from freetoken.kernels import checking
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.hadamard import reference
 from freetoken.kernels.hadamard.config import LARGEST_BLOCK, RotateConfig, candidates, pick_config, tile_of
-from freetoken.kernels.hadamard.reference import Activation, Normed, rotate, unrotate
+from freetoken.kernels.hadamard.reference import Activation, Normed, Rotation, rotate, unrotate
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 __all__ = [
     "Activation",
     "Hadamard",
     "Normed",
     "RotateConfig",
+    "Rotation",
     "candidates",
     "pick_config",
     "rotate",
@@ -31,46 +33,40 @@ CHECK_BOUND = 2e-3
 
 
 class Hadamard:
-    """The op with its implementation bound once, shared by all layers of a model whose weights are two-bit.
+    """The op with its implementation bound once, shared by all layers of a model with two-bit weights.
 
-    ``block`` is the rotation block (1: no rotation) and ``signs`` the signs by input width; a width without signs has all 1.
-    Every producer takes ``group``: 32, 64 or 128 for a :class:`QuantisedActivation`, 0 for floats. Semantics and shapes are those
-    of :mod:`reference`.
+    Every producer takes the :class:`Rotation` of the weights that its output goes to, and ``group``: 32, 64 or 128 for a
+    :class:`QuantisedActivation`, 0 for floats. Semantics and shapes are those of :mod:`reference`.
     """
 
-    def __init__(self, choice: Choice, block: int = 1, signs: dict[int, torch.Tensor] | None = None) -> None:
+    def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self.block = block
-        self.signs = signs or {}
         self._checked = choice.impl == "check"
         self._fused: Any = None
-        if choice.impl != "reference" and block <= LARGEST_BLOCK:
+        if choice.impl != "reference":
             from freetoken.kernels.hadamard import triton
 
             self._fused = triton
 
-    def rotate(self, x: torch.Tensor, group: int) -> Activation:
+    def rotate(self, x: torch.Tensor, rotation: Rotation, group: int) -> Activation:
         """``x [T, width]``, rows of any stride, as it is."""
-        signs = self.signs.get(x.shape[1])
-        return self._run(
-            lambda: reference.produce(x, signs, self.block, group),
-            lambda: self._fused.rotate(x, signs, self.block, group),
-        )
+        how = (rotation.signs, rotation.block, group)
+        return self._run(rotation, lambda: reference.produce(x, *how), lambda: self._fused.rotate(x, *how))
 
     def norm(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
+        rotation: Rotation,
         group: int,
         residual: torch.Tensor | None = None,
         *,
         plain: bool = False,
     ) -> Normed:
-        """RMSNorm of ``x [T, H]``, or of ``x + residual``; contiguous."""
-        signs = self.signs.get(x.shape[1])
-        arguments = (x, weight, eps, signs, self.block, group, residual)
-        if self._fused is None:
+        """RMSNorm of ``x [T, H]``, or of ``x + residual``; contiguous. With ``plain`` the normed input is returned, too."""
+        arguments = (x, weight, eps, rotation.signs, rotation.block, group, residual)
+        if not self._fits(rotation):
             return reference.norm(*arguments, plain=plain)
         actual: Normed = self._fused.norm(*arguments, plain=plain)
         if self._checked:
@@ -81,47 +77,62 @@ class Hadamard:
                 checking.require_close("hadamard", "the plain output", actual.plain, expected.plain)
         return actual
 
-    def silu_mul(self, gate_up: torch.Tensor, group: int) -> Activation:
+    def silu_mul(self, gate_up: torch.Tensor, rotation: Rotation, group: int) -> Activation:
         """``silu(gate) * up`` of ``gate_up [T, 2F]``, gate first."""
-        width = gate_up.shape[1] // 2
-        gate, up, signs = gate_up[:, :width], gate_up[:, width:], self.signs.get(width)
+        how = (rotation.signs, rotation.block, group)
+        gate, up = gate_up.chunk(2, 1)
         return self._run(
-            lambda: reference.silu_mul(gate_up, signs, self.block, group),
-            lambda: self._fused.rotate(gate, signs, self.block, group, kind="silu_mul", other=up),
+            rotation,
+            lambda: reference.silu_mul(gate_up, *how),
+            lambda: self._fused.rotate(gate, *how, kind="silu_mul", other=up),
         )
 
-    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor, group: int) -> Activation:
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor, rotation: Rotation, group: int) -> Activation:
         """``x * sigmoid(gate)`` of ``[T, width]`` each, rows of any stride."""
-        signs = self.signs.get(x.shape[1])
+        how = (rotation.signs, rotation.block, group)
         return self._run(
-            lambda: reference.sigmoid_mul(x, gate, signs, self.block, group),
-            lambda: self._fused.rotate(x, signs, self.block, group, kind="sigmoid_mul", other=gate),
+            rotation,
+            lambda: reference.sigmoid_mul(x, gate, *how),
+            lambda: self._fused.rotate(x, *how, kind="sigmoid_mul", other=gate),
         )
 
-    def gated_norm(self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, group: int) -> Activation:
+    def gated_norm(
+        self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rotation: Rotation, group: int
+    ) -> Activation:
         """RMSNorm of each head of ``o [T, Hv, Dv]`` (contiguous) times ``silu(z)``, ``z [T, Hv * Dv]`` with rows of any stride."""
-        signs = self.signs.get(z.shape[1])
+        how = (rotation.signs, rotation.block, group)
         if weight.shape[0] & (weight.shape[0] - 1):
-            return reference.gated_norm(o, z, weight, eps, signs, self.block, group)
+            return reference.gated_norm(o, z, weight, eps, *how)
+        settings = {"kind": "gated_norm", "other": z, "weight": weight, "eps": eps}
         return self._run(
-            lambda: reference.gated_norm(o, z, weight, eps, signs, self.block, group),
-            lambda: self._fused.rotate(
-                o.flatten(1), signs, self.block, group, kind="gated_norm", other=z, weight=weight, eps=eps
-            ),
+            rotation,
+            lambda: reference.gated_norm(o, z, weight, eps, *how),
+            lambda: self._fused.rotate(o.flatten(1), *how, **settings),
         )
 
-    def unrotate(self, z: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def unrotate(self, z: torch.Tensor, rotation: Rotation, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Rows ``z [T, width]`` of a folded table as the model means them, in ``out_dtype`` (by default their type)."""
-        signs = self.signs.get(z.shape[1])
+        signs, block = rotation.signs, rotation.block
         found = self._run(
-            lambda: reference.unrotate(z, signs, self.block, out_dtype),
-            lambda: self._fused.rotate(z, signs, self.block, 0, inverse=True, out_dtype=out_dtype),
+            rotation,
+            lambda: reference.unrotate(z, signs, block, out_dtype),
+            lambda: self._fused.rotate(z, signs, block, 0, inverse=True, out_dtype=out_dtype),
         )
         assert isinstance(found, torch.Tensor)
         return found
 
-    def _run(self, plain: Callable[[], Activation], fused: Callable[[], Activation]) -> Activation:
-        if self._fused is None:
+    def embed(self, ids: torch.Tensor, table: PQ2Weight, rotation: Rotation, out_dtype: torch.dtype) -> torch.Tensor:
+        """Rows ``ids`` (int64 ``[T]``, each inside the table) of a folded table ``[V, K]``: ``[T, K]``."""
+        arguments = (ids, table, rotation.signs, rotation.block, out_dtype)
+        found = self._run(rotation, lambda: reference.embed(*arguments), lambda: self._fused.embed(*arguments))
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _fits(self, rotation: Rotation) -> bool:
+        return self._fused is not None and rotation.block <= LARGEST_BLOCK
+
+    def _run(self, rotation: Rotation, plain: Callable[[], Activation], fused: Callable[[], Activation]) -> Activation:
+        if not self._fits(rotation):
             return plain()
         actual = fused()
         if self._checked:

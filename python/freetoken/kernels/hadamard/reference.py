@@ -20,9 +20,19 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, quantise_reference
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 Activation = QuantisedActivation | torch.Tensor
 """What a product of two-bit weights takes: eight-bit integers, or floats as they are."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How the weights of one input width are stored: rotated in blocks of ``block`` (1: not at all), after ``signs`` (int8 ``[width]``
+    of 1 and -1; ``None``: all 1)."""
+
+    block: int = 1
+    signs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -142,3 +152,10 @@ def gated_norm(
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     gated = normal.flatten(1) * torch.nn.functional.silu(_wide(z))
     return produce(gated, signs, block, group, o.dtype)
+
+
+def embed(
+    ids: torch.Tensor, table: PQ2Weight, signs: torch.Tensor | None, block: int, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows ``ids`` (int64 ``[T]``) of a folded table as the model means them: decoded, then :func:`unrotate`; ``[T, K]``."""
+    return unrotate(table.rows(ids).dequantise(), signs, block, out_dtype)

@@ -11,6 +11,7 @@ from freetoken.kernels.hadamard.config import RotateConfig, pick_config, tile_of
 from freetoken.kernels.hadamard.reference import Activation, Normed, require_shape
 from freetoken.kernels.pq2_gemv.activation import SMALLEST as SMALLEST_ABSMAX
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
 SHIFT = tl.constexpr(12582912.0)
@@ -119,7 +120,11 @@ def rotate_kernel(
     INVERSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid ``(ceil(width / TILE), T)``. Rows of ``x`` and ``other`` lie a stride apart; outputs are contiguous."""
+    """Grid ``(ceil(width / TILE), T)``. Rows of ``x`` and ``other`` lie a stride apart; outputs are contiguous.
+
+    With the kind ``table`` the input is row ``x [T]`` (ids) of a table with codes ``other`` and scales ``weight``, one for
+    ``HEAD`` neighbours.
+    """
     first = tl.program_id(0) * TILE
     column = first + tl.arange(0, TILE)
     token = tl.program_id(1).to(tl.int64)
@@ -133,9 +138,15 @@ def rotate_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "table":
+        row = tl.load(x_ptr + token).to(tl.int64)
+        code = tl.load(other_ptr + row * (width // 4) + column // 4, mask=inside, other=0).to(tl.int32)
+        x = ((code >> column % 4 * 2 & 3) - 1).to(tl.float32)
+        x *= tl.load(weight_ptr + row * (width // HEAD) + column // HEAD, mask=inside, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     other = x
-    if KIND != "plain":
+    if KIND != "plain" and KIND != "table":
         other = tl.load(other_ptr + token * other_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = _source(x, other, weight, eps, KIND, TILE, HEAD)
     if HAS_SIGNS and not INVERSE:
@@ -283,6 +294,43 @@ def rotate(
             **settings,
         )
     return _activation(outputs, group)
+
+
+def embed(
+    ids: torch.Tensor, table: PQ2Weight, signs: torch.Tensor | None, block: int, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """As :func:`freetoken.kernels.hadamard.reference.embed`; ``ids`` contiguous."""
+    tokens, width = ids.shape[0], table.in_features
+    require_shape(width, signs, block)
+    out = torch.empty((tokens, width), dtype=out_dtype, device=table.codes.device)
+    if tokens > 0:
+        settings = _shape_settings(width, block)
+        tile = int(settings["TILE"])
+        early = launch.early(ids)
+        rotate_kernel[(triton.cdiv(width, tile), tokens)](
+            ids,
+            table.codes,
+            table.scales,
+            ids if signs is None else signs,
+            out,
+            out,
+            out,
+            0.0,
+            1,
+            0,
+            width=width,
+            KIND="table",
+            HEAD=table.group,
+            GROUP=0,
+            HAS_SIGNS=signs is not None,
+            INVERSE=True,
+            EARLY=early,
+            launch_pdl=early,
+            num_warps=pick_config(tokens, width, tile).num_warps,
+            enable_fp_fusion=False,
+            **settings,
+        )
+    return out
 
 
 def norm(

@@ -21,8 +21,6 @@ from freetoken import environ
 ACTIVATION_GROUPS = (32, 64, 128)
 SMALLEST = 2.0**-100
 """Below this a group is zero, which keeps the inverse finite and all arithmetic clear of subnormal numbers."""
-RUN = 16
-"""Values within each of these are transposed as 4 by 4."""
 GROUP_NAME = "FREETOKEN_PQ2_ACTIVATION_GROUP"
 
 

@@ -170,12 +170,22 @@ def _block(step, warp, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _ask_tiles(codes, scales, step, warp, K: tl.constexpr, GROUP_W: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, ON_GPU: tl.constexpr):
+def _ask_tiles(
+    codes,
+    scales,
+    step,
+    warp,
+    K: tl.constexpr,
+    GROUP_W: tl.constexpr,
+    TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
     """:func:`_ask` for every tile of 16 rows."""
     block = _block(step, warp, K // 128, WARPS)
     asked = ()
     for tile in tl.static_range(TILES):
-        asked = asked + (_ask(codes[tile], scales[tile], block, K, GROUP_W, ON_GPU),)
+        asked += (_ask(codes[tile], scales[tile], block, K, GROUP_W, ON_GPU),)
     return asked
 
 
@@ -225,13 +235,13 @@ def _add_block(
             for tile in tl.static_range(TILES):
                 rows, d0, d8, e0, e8 = asked[tile]
                 w0, w8 = (e0, e8) if GROUP_W == 64 and part * 2 >= PARTS else (d0, d8)
-                done = done + (_scaled(mine[tile], rows, x, s0, s1, w0, w8, even, odd, ON_GPU),)
+                done += (_scaled(mine[tile], rows, x, s0, s1, w0, w8, even, odd, ON_GPU),)
             mine = done
-        added = added + (mine,)
+        added += (mine,)
     return added
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "n"])
 def fragment_kernel(
     values_ptr,
     x_scales_ptr,
@@ -240,7 +250,7 @@ def fragment_kernel(
     scales_ptr,
     out_ptr,
     m,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     GROUP_X: tl.constexpr,
@@ -251,8 +261,8 @@ def fragment_kernel(
     EARLY: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``out [m, N]`` of up to ``8 * HALVES`` tokens; ``16 * TILES`` rows a program, every ``WARPS``-th block of 128 along K a
-    warp, ``AHEAD`` of them on their way. ``num_warps`` is ``WARPS``. Grid ``(ceil(N / (16 * TILES)),)``.
+    """``out [m, n]`` of up to ``8 * HALVES`` tokens; ``16 * TILES`` rows a program, every ``WARPS``-th block of 128 along K a
+    warp, ``AHEAD`` of them on their way. ``num_warps`` is ``WARPS``. Grid ``(ceil(n / (16 * TILES)),)``.
     """
     STEPS: tl.constexpr = (K // 128 + WARPS - 1) // WARPS
     LAST: tl.constexpr = (STEPS // AHEAD - 1) * AHEAD
@@ -261,46 +271,72 @@ def fragment_kernel(
     first_row = tl.program_id(0) * (16 * TILES)
     codes, scales = (), ()
     for tile in tl.static_range(TILES):
-        low = tl.minimum(first_row + tile * 16 + lane // 4, N - 1).to(tl.int64)
-        high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, N - 1).to(tl.int64)
+        low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
+        high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
         word = lane % 4 * 2
-        codes = codes + ((codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word),)
-        scales = scales + ((scales_ptr + low * (K // GROUP_W), scales_ptr + high * (K // GROUP_W)),)
+        codes += ((codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word),)
+        scales += ((scales_ptr + low * (K // GROUP_W), scales_ptr + high * (K // GROUP_W)),)
     values, x_scales, sums, totals = (), (), (), ()
     nothing = tl.zeros((WARPS, 32), tl.float32)
     for half in tl.static_range(HALVES):
         token = tl.minimum(half * 8 + lane // 4, m - 1)
         even = tl.minimum(half * 8 + lane % 4 * 2, m - 1) * (K // GROUP_X)
         odd = tl.minimum(half * 8 + lane % 4 * 2 + 1, m - 1) * (K // GROUP_X)
-        values = values + (values_ptr + token * (K // 4) + lane % 4 * 8,)
-        x_scales = x_scales + ((x_scales_ptr + even, x_scales_ptr + odd),)
-        sums = sums + ((sums_ptr + even, sums_ptr + odd),)
+        values += (values_ptr + token * (K // 4) + lane % 4 * 8,)
+        x_scales += ((x_scales_ptr + even, x_scales_ptr + odd),)
+        sums += ((sums_ptr + even, sums_ptr + odd),)
         mine = ()
-        for tile in tl.static_range(TILES):
-            mine = mine + ((nothing, nothing, nothing, nothing),)
-        totals = totals + (mine,)
+        for _tile in tl.static_range(TILES):
+            mine += ((nothing, nothing, nothing, nothing),)
+        totals += (mine,)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
-        asked = asked + (_ask_tiles(codes, scales, step, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
+        asked += (_ask_tiles(codes, scales, step, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, LAST, AHEAD):
         following = ()
         for i in tl.static_range(AHEAD):
             totals = _add_block(
-                totals, asked[i], values, x_scales, sums, first + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
+                totals,
+                asked[i],
+                values,
+                x_scales,
+                sums,
+                first + i,
+                warp,
+                lane,
+                K,
+                GROUP_W,
+                GROUP_X,
+                TILES,
+                HALVES,
+                WARPS,
+                ON_GPU,
             )
-            following = following + (
-                _ask_tiles(codes, scales, first + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),
-            )
+            following += (_ask_tiles(codes, scales, first + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
         asked = following
     for i in tl.static_range(STEPS % AHEAD):
-        asked = asked + (_ask_tiles(codes, scales, LAST + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
+        asked += (_ask_tiles(codes, scales, LAST + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
     for i in tl.static_range(AHEAD + STEPS % AHEAD):
         totals = _add_block(
-            totals, asked[i], values, x_scales, sums, LAST + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
+            totals,
+            asked[i],
+            values,
+            x_scales,
+            sums,
+            LAST + i,
+            warp,
+            lane,
+            K,
+            GROUP_W,
+            GROUP_X,
+            TILES,
+            HALVES,
+            WARPS,
+            ON_GPU,
         )
     for half in tl.static_range(HALVES):
         for tile in tl.static_range(TILES):
@@ -312,5 +348,5 @@ def fragment_kernel(
             later = tl.arange(0, 2)[None, None, :]
             row = first_row + tile * 16 + position // 4 + later * 8
             token = half * 8 + position % 4 * 2 + odd
-            cell = out_ptr + token.to(tl.int64) * N + row
-            tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < N) & (token < m))
+            cell = out_ptr + token.to(tl.int64) * n + row
+            tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < n) & (token < m))

@@ -21,7 +21,9 @@ def quantise_groups(x, SMALLEST: tl.constexpr):
     """
     largest = tl.max(tl.abs(x), axis=1)
     present = largest >= SMALLEST
-    inverse = tl.where(present, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.where(present, largest, 1.0)), 0.0)
+    inverse = tl.where(
+        present, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.where(present, largest, 1.0)), 0.0
+    )
     scale = tl.where(present, largest * 0.007874015748031496, 0.0)
     clamped = tl.minimum(tl.maximum(x * inverse[:, None], -127.0), 127.0)
     # Adding 1.5 * 2**23 rounds to an integer, halves to even.

@@ -7,7 +7,7 @@ import math
 import torch
 
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
-from freetoken.kernels.pq2_gemv.weight import PQ2Weight
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight, unpack
 
 
 def linear(activation: QuantisedActivation, weight: PQ2Weight, out_dtype: torch.dtype) -> torch.Tensor:
@@ -16,11 +16,11 @@ def linear(activation: QuantisedActivation, weight: PQ2Weight, out_dtype: torch.
     A group is the smaller one of the two sides. The integers are exact, as float32 holds them; the rest is float32.
     """
     group = math.gcd(activation.group, weight.group)
-    q, codes = activation.natural(), weight.unpack()
+    q = activation.natural()
     total = torch.zeros(activation.tokens, weight.out_features, dtype=torch.float32, device=q.device)
     for start in range(0, activation.width, group):
-        part = slice(start, start + group)
-        integers = q[:, part].float() @ (codes[:, part].float() - 1).t()
+        codes = unpack(weight.codes[:, start // 4 : (start + group) // 4])
+        integers = q[:, start : start + group].float() @ (codes.float() - 1).t()
         d_x = activation.scales[:, start // activation.group, None]
         total += integers * (d_x * weight.scales[:, start // weight.group].float())
     return total.to(out_dtype)

@@ -38,9 +38,7 @@ def one_half(pointer, ON_GPU: tl.constexpr):
     """The float16 at each pointer, a weight's scale, loaded in whatever layout its users have."""
     if ON_GPU:
         asm: tl.constexpr = "ld.relaxed.cta.global.b16 $0, [$1];"
-        return tl.inline_asm_elementwise(
-            asm, "=h,l", [pointer.to(tl.int64)], dtype=tl.float16, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise(asm, "=h,l", [pointer.to(tl.int64)], dtype=tl.float16, is_pure=False, pack=1)
     else:
         return tl.load(pointer)
 
@@ -92,7 +90,9 @@ def _sum16(x0, x1, x2, x3, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _ask(codes, scales, step, lane, LANES: tl.constexpr, PIECES: tl.constexpr, GROUP_W: tl.constexpr, ON_GPU: tl.constexpr):
+def ask_pieces(
+    codes, scales, step, lane, LANES: tl.constexpr, PIECES: tl.constexpr, GROUP_W: tl.constexpr, ON_GPU: tl.constexpr
+):
     """Codes (four words) and scale of one piece a row and lane, ``[ROWS, LANES]``; past the end those of the last piece."""
     piece = step * LANES + lane
     if PIECES % LANES != 0:
@@ -103,7 +103,7 @@ def _ask(codes, scales, step, lane, LANES: tl.constexpr, PIECES: tl.constexpr, G
 
 
 @triton.jit
-def _add(
+def add_pieces(
     total,
     asked,
     values_ptr,
@@ -157,7 +157,7 @@ def _add(
     return total + _whole(a0, a1, a2, a3) * (wide * d_x[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def single_kernel(
     values_ptr,
     x_scales_ptr,
@@ -165,7 +165,7 @@ def single_kernel(
     codes_ptr,
     scales_ptr,
     out_ptr,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     GROUP_X: tl.constexpr,
@@ -175,37 +175,41 @@ def single_kernel(
     EARLY: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
+    """``out [n]`` of one token; ``ROWS`` rows a program, ``LANES`` pieces of K a step, ``AHEAD`` steps on their way.
+
+    Weights are asked for before the wait for the kernel that makes the activation, and arrive in registers. Grid
+    ``(ceil(n / ROWS),)``.
+    """
     PIECES: tl.constexpr = K // 64
     STEPS: tl.constexpr = (PIECES + LANES - 1) // LANES
     LAST: tl.constexpr = (STEPS // AHEAD - 1) * AHEAD
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < N
-    safe = row if N % ROWS == 0 else tl.minimum(row, N - 1)
     lane = tl.arange(0, LANES)
-    codes = codes_ptr + safe.to(tl.int64)[:, None] * (K // 16)
-    scales = scales_ptr + safe.to(tl.int64)[:, None] * (K // GROUP_W)
+    safe = tl.minimum(row, n - 1).to(tl.int64)[:, None]
+    codes = codes_ptr + safe * (K // 16)
+    scales = scales_ptr + safe * (K // GROUP_W)
     total = tl.zeros((ROWS, LANES), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
-        asked = asked + (_ask(codes, scales, step, lane, LANES, PIECES, GROUP_W, ON_GPU),)
+        asked += (ask_pieces(codes, scales, step, lane, LANES, PIECES, GROUP_W, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, LAST, AHEAD):
         following = ()
         for i in tl.static_range(AHEAD):
-            total = _add(
-                total, asked[i], values_ptr, x_scales_ptr, sums_ptr, first + i, lane, ROWS, LANES, PIECES, GROUP_W, GROUP_X, ON_GPU
-            )
-            following = following + (_ask(codes, scales, first + AHEAD + i, lane, LANES, PIECES, GROUP_W, ON_GPU),)
+            total = add_pieces(
+                total, asked[i], values_ptr, x_scales_ptr, sums_ptr, first + i, lane,
+                ROWS, LANES, PIECES, GROUP_W, GROUP_X, ON_GPU,
+            )  # fmt: skip
+            following += (ask_pieces(codes, scales, first + AHEAD + i, lane, LANES, PIECES, GROUP_W, ON_GPU),)
         asked = following
-    rest = ()
     for i in tl.static_range(STEPS % AHEAD):
-        rest = rest + (_ask(codes, scales, LAST + AHEAD + i, lane, LANES, PIECES, GROUP_W, ON_GPU),)
-    asked = asked + rest
+        asked += (ask_pieces(codes, scales, LAST + AHEAD + i, lane, LANES, PIECES, GROUP_W, ON_GPU),)
     for i in tl.static_range(AHEAD + STEPS % AHEAD):
-        total = _add(
-            total, asked[i], values_ptr, x_scales_ptr, sums_ptr, LAST + i, lane, ROWS, LANES, PIECES, GROUP_W, GROUP_X, ON_GPU
-        )
-    tl.store(out_ptr + row, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=inside)
+        total = add_pieces(
+            total, asked[i], values_ptr, x_scales_ptr, sums_ptr, LAST + i, lane,
+            ROWS, LANES, PIECES, GROUP_W, GROUP_X, ON_GPU,
+        )  # fmt: skip
+    tl.store(out_ptr + row, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=row < n)

@@ -58,8 +58,7 @@ class PQ2Weight:
 
     def unpack(self) -> torch.Tensor:
         """Codes one a byte: uint8 ``[N, K]``."""
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.codes.device)
-        return (self.codes[:, :, None] >> shifts & 3).reshape(self.out_features, self.in_features)
+        return unpack(self.codes)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values ``[N, K]``: exact in float32, rounded once to any other ``dtype``."""
@@ -70,3 +69,9 @@ class PQ2Weight:
     def rows(self, index: torch.Tensor) -> PQ2Weight:
         """The rows ``index`` (int64 ``[R]``) as a weight of its own, ``[R, K]``."""
         return PQ2Weight(self.codes[index], self.scales[index], self.group)
+
+
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """Packed codes ``[N, B]``, four a byte, as uint8 ``[N, 4B]``, one a byte."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)
+    return (codes[:, :, None] >> shifts & 3).reshape(codes.shape[0], codes.shape[1] * 4)

@@ -1,0 +1,177 @@
+"""Products of many tokens with two-bit weights: kernels against reference, reference against scalar Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from poison import DEVICE, choice, poisoned_outputs
+
+from freetoken.environ import EnvironmentValueError
+from freetoken.kernels.checking import KernelCheckError, relative_rms
+from freetoken.kernels.pq2_gemm import GemmConfig, PQ2Gemm, candidates, m_class, pick_config, pick_form, triton
+from freetoken.kernels.pq2_gemm import config as settings
+from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation, reference
+from freetoken.kernels.pq2_gemv.activation import quantise_reference
+
+SMALL = GemmConfig(64, 32, num_stages=2)
+
+
+def weight_of(n: int, k: int, group: int = 128) -> PQ2Weight:
+    """All four codes, scales of both signs."""
+    codes = torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=DEVICE)
+    return PQ2Weight(codes, (torch.rand(n, k // group, device=DEVICE) - 0.3).half(), group)
+
+
+def fused(form: str, impl: str = "triton") -> PQ2Gemm:
+    return PQ2Gemm(choice("pq2_gemm", impl), form)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group_x", "group_w", "split"),
+    [
+        (17, 70, 128, 128, 128, 1),
+        (33, 65, 384, 128, 128, 2),
+        (5, 64, 256, 64, 128, 1),
+        (32, 130, 256, 32, 64, 3),
+        (40, 64, 256, 128, 64, 2),
+    ],
+)
+def test_integers(
+    m: int, n: int, k: int, group_x: int, group_w: int, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, activation = weight_of(n, k, group_w), quantise_reference(torch.randn(m, k, device=DEVICE), group_x)
+    config = GemmConfig(64, 32, num_stages=2, split_k=split)
+    with poisoned_outputs(monkeypatch):
+        out = torch.empty(m, n, device=DEVICE)
+        triton.int8_linear(activation, weight, out, config)
+        again = torch.empty(m, n, device=DEVICE)
+        triton.int8_linear(activation, weight, again, config)
+    assert relative_rms(out, reference.linear(activation, weight, torch.float32)) < 1e-6
+    assert torch.equal(out, again), "the parts of a split product are added in a fixed order"
+    assert not triton.scratch_of(out.device).arrivals.any()
+
+
+def test_one_group_is_exact() -> None:
+    """With one group and scales of 1 the result is the integer itself."""
+    m, n, k = 18, 66, 128
+    weight = PQ2Weight(
+        torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=DEVICE), torch.ones(n, 1).half().to(DEVICE)
+    )
+    x = torch.randint(-127, 128, (m, k), device=DEVICE).float()
+    x[:, 0] = 127
+    activation = quantise_reference(x * 3, 128)
+    plain = QuantisedActivation(activation.values, torch.ones(m, 1, device=DEVICE), activation.sums, 128)
+    out = torch.empty(m, n, device=DEVICE)
+    triton.int8_linear(plain, weight, out, SMALL)
+    codes, q = weight.codes.tolist(), x.long().tolist()
+    for row, token in [(random.randrange(n), random.randrange(m)) for _ in range(20)] + [(n - 1, m - 1)]:
+        expected = sum(((codes[row][j // 4] >> 2 * (j % 4) & 3) - 1) * q[token][j] for j in range(k))
+        assert out[token, row] == expected
+
+
+@pytest.mark.parametrize("form", ["float", "dense"])
+@pytest.mark.parametrize(("m", "n", "k", "group"), [(19, 70, 384, 128), (33, 257, 128, 64)])
+def test_floats(form: str, m: int, n: int, k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of(n, k, group), torch.randn(m, k, device=DEVICE).half()
+    monkeypatch.setattr(triton, "slice_rows", lambda n, most: 100)
+    monkeypatch.setattr(triton, "pick_config", lambda *shape: GemmConfig(64, 32, num_stages=2, split_k=2))
+    with poisoned_outputs(monkeypatch):
+        out = fused(form).linear(x, weight, torch.float16)
+        wide = fused(form).linear(x, weight, torch.float32)
+    assert relative_rms(out, reference.float_linear(x, weight, torch.float16)) < 1e-3
+    assert wide.dtype == torch.float32 and relative_rms(wide, reference.float_linear(x, weight, torch.float32)) < 1e-3
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_decoded_rows_are_those_of_the_scalar_decoder(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(21, 640, group)
+    with poisoned_outputs(monkeypatch):
+        rows = torch.empty(13, 640, device=DEVICE)
+        triton.decode_rows(weight, 7, 13, rows)
+        halves = torch.empty(21, 640, device=DEVICE).half()
+        triton.decode_rows(weight, 0, 21, halves)
+    assert torch.equal(halves, weight.dequantise(torch.float16))
+    codes, scales = weight.codes.tolist(), weight.scales.float().tolist()
+    for row in range(13):
+        for column in random.sample(range(640), 40):
+            code = codes[row + 7][column // 4] >> 2 * (column % 4) & 3
+            assert rows[row, column] == (code - 1) * scales[row + 7][column // group]
+
+
+def test_forms_follow_the_activation_and_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("int8_linear", "float_linear", "dense_linear"):
+        monkeypatch.setattr(triton, name, lambda x, weight, out, name=name: called.append(name))
+    weight = weight_of(8, 128)
+    for form, tokens, float_form in (
+        ("auto", 40, "float_linear"),
+        ("auto", 4096, "dense_linear"),
+        ("int8", 4096, "float_linear"),
+        ("dense", 20, "dense_linear"),
+        ("float", 4096, "float_linear"),
+    ):
+        called.clear()
+        op, x = fused(form), torch.zeros(tokens, 128, device=DEVICE, dtype=torch.float16)
+        op.linear(x, weight, torch.float16)
+        op.linear(quantise_reference(x, 128), weight, torch.float16)
+        op.linear(x, weight, torch.float32)
+        assert called == [float_form, "int8_linear", "float_linear"]
+    assert fused("auto").activation_group(40, 64, torch.device("cpu")) == 64
+    assert fused("auto").activation_group(4096, 64, torch.device("cpu")) == 0
+    assert fused("float").activation_group(40, 64, torch.device("cpu")) == 0
+    assert fused("dense", "reference").activation_group(4096, 64, torch.device("cpu")) == 64
+
+
+def test_reference_float32_inputs_and_empty_batches() -> None:
+    weight, x = weight_of(12, 128), torch.randn(3, 128, device=DEVICE)
+    exact = reference.float_linear(x, weight, torch.float32)
+    assert torch.equal(fused("dense").linear(x, weight, torch.float32), exact)
+    assert fused("int8").linear(quantise_reference(x[:0], 128), weight, torch.float16).shape == (0, 12)
+    activation, out = quantise_reference(x, 64), torch.empty(3, 12, device=DEVICE)
+    plain = fused("auto", "reference")
+    assert plain.linear(activation, weight, torch.float32, out) is out
+    assert torch.equal(out, reference.linear(activation, weight, torch.float32))
+
+
+def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, weight, x = fused("float", "check"), weight_of(16, 128), torch.randn(3, 128, device=DEVICE)
+    op.linear(quantise_reference(x, 128), weight, torch.float16)
+    op.linear(x.half(), weight, torch.float16)
+    for name in ("linear", "float_linear"):
+        plain = getattr(reference, name)
+        monkeypatch.setattr(reference, name, lambda *arguments, plain=plain: plain(*arguments) * 1.05)
+    for activation in (quantise_reference(x, 128), x.half()):
+        with pytest.raises(KernelCheckError, match=r"pq2_gemm: the output differs"):
+            op.linear(activation, weight, torch.float16)
+
+
+def test_refusals() -> None:
+    with pytest.raises(EnvironmentValueError, match="FREETOKEN_PQ2_GEMM_FORM='fp8': use auto, int8, float, dense"):
+        fused("fp8")
+    with pytest.raises(ValueError, match="width 256 for a weight of 128"):
+        fused("float").linear(torch.zeros(2, 256).half(), weight_of(4, 128), torch.float16)
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(34816, 5120), (5120, 17408), (16384, 5120), (14336, 5120), (5120, 6144), (64, 128)]
+    for form in ("int8", "float"):
+        for n, k in shapes:
+            for m in (17, 64, 300, 4096):
+                config = pick_config(form, n, k, m)
+                assert config.fits_scratch(m, n) and k // config.split_k >= 128
+                found = candidates(form, n, k, m)
+                assert found[0] == config and all(each.fits_scratch(m, n) for each in found)
+    assert [m_class(m) for m in (17, 33, 4096, 9999)] == [32, 64, 4096, 4096]
+    assert pick_form(17) == "int8" and pick_form(4096) == "dense"
+    monkeypatch.setitem(settings.DENSE_FROM, (9, 0), 100)
+    assert pick_form(100, (9, 0)) == "dense" and pick_form(99, (9, 0)) == "int8"
+    monkeypatch.setitem(settings.CONFIGS, (9, 0), {("int8", 64, 128, 32): SMALL})
+    assert pick_config("int8", 64, 128, 20, (9, 0)) == SMALL != pick_config("int8", 64, 128, 20)
+
+
+def test_slices_are_even_and_fit() -> None:
+    for n, most in ((34816, 3276), (5120, 963), (100, 4096), (7, 3), (16384, 3276)):
+        rows = triton.slice_rows(n, most)
+        assert 0 < rows <= max(most, 1) and -(-n // rows) == -(-n // most)
