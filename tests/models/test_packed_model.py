@@ -196,7 +196,7 @@ def test_gates_of_linear_attention_take_plain_activations(
     monkeypatch.setattr(
         type(mixer.gates),
         "__call__",
-        lambda self, x: gates(self, rotate(x, feed.op.signs[128], 128) if self is mixer.gates else x),
+        lambda self, x: gates(self, rotate(x, feed.rotation.signs, 128) if self is mixer.gates else x),
     )
     ids, logits = expected("rotated")
     assert relative(run(model, ids), logits) > 1e-2

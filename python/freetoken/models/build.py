@@ -38,9 +38,9 @@ class Builder:
     @property
     def choices(self) -> list[Choice]:
         """The ops that only packed weights have."""
-        return [self._feeds.choice] if self._feeds is not None else []
+        return self._feeds.choices if self._feeds is not None else []
 
-    def packing(self, names: Iterable[str]) -> tuple[Feed, int] | None:
+    def packing(self, names: Iterable[str], width: int) -> tuple[Feed, int] | None:
         """Feed and elements a scale of the packed matrix that ``names`` make up together; ``None`` where it is not packed."""
         packed = self._config.packed
         weights = [f"{name}.weight" for name in names]
@@ -48,8 +48,7 @@ class Builder:
             return None
         kinds = {(packed.groups.get(name), name in packed.rotated) for name in weights}
         assert len(kinds) == 1, f"{weights} are packed in different ways"
-        feed = self._feeds.rotated if weights[0] in packed.rotated else self._feeds.straight
-        return feed, packed.groups[weights[0]]
+        return self._feeds.feed(width, weights[0] in packed.rotated), packed.groups[weights[0]]
 
     def column(
         self,
@@ -61,7 +60,7 @@ class Builder:
         stored: Iterable[str] | None = None,
     ) -> ColumnLinear | PackedLinear:
         """A projection whose outputs may be split over ranks, several parts in one; ``stored`` names them as a checkpoint has them."""
-        packing = self.packing(stored or parts)
+        packing = self.packing(stored or parts, in_size)
         if packing is None:
             return ColumnLinear(self._gemm, place, parts, in_size, bias=bias)
         return PackedLinear(packing[0], place, parts, in_size, packing[1], bias=bias)
@@ -70,7 +69,7 @@ class Builder:
         self, place: Placement, name: str, out_size: int, in_size: int, *, bias: bool = False
     ) -> RowLinear | PackedLinear:
         """A projection whose inputs may be split over ranks."""
-        packing = self.packing([name])
+        packing = self.packing([name], in_size)
         if packing is None:
             return RowLinear(self._gemm, place, name, out_size, in_size, bias=bias)
         return PackedLinear(packing[0], place, {name: out_size}, in_size, packing[1], bias=bias)
@@ -85,7 +84,7 @@ class Builder:
         bias: bool = False,
     ) -> GatedLinear | PackedGated:
         """Gate and up with the SwiGLU, before ``down``."""
-        packing = self.packing(parts)
+        packing = self.packing(parts, in_size)
         if packing is None:
             return GatedLinear(self._gemm, place, parts, in_size, bias=bias)
         feed, group = packing
@@ -118,7 +117,7 @@ class Builder:
 
     def embedding(self, place: Placement, name: str, rows: int, size: int) -> Embedding | PackedEmbedding:
         """The table of tokens."""
-        packing = self.packing([name])
+        packing = self.packing([name], size)
         if packing is None:
             return Embedding(place, name, rows, size)
         return PackedEmbedding(packing[0], place, name, rows, size, packing[1])
@@ -128,7 +127,7 @@ class Builder:
     ) -> OutputHead | PackedHead:
         """The output head: of its own, or with the table of ``embedding``, packed where that is."""
         rows, size = embedding.shape
-        packing = self.packing(["model.embed_tokens" if tied else name])
+        packing = self.packing(["model.embed_tokens" if tied else name], size)
         if packing is not None:
             shared = embedding.weight if tied and isinstance(embedding, PackedEmbedding) else None
             return PackedHead(packing[0], place, name, (rows, size), packing[1], shared)

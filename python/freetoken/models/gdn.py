@@ -106,7 +106,7 @@ class GatedDeltaNet:
         heads, hidden, build = linear.num_value_heads, config.hidden_size, ops.build
         wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
         narrow = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
-        self.takes_plain = build.packing(wide) is not None
+        self.takes_plain = build.packing(wide, hidden) is not None
         self.gates = build.column(place, narrow, hidden) if self.takes_plain else None
         self.projection = build.column(place, wide if self.takes_plain else wide | narrow, hidden)
         self.widths = [linear.channels, linear.value_size, heads, heads]

@@ -14,8 +14,8 @@ import torch
 
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import choose_op
-from freetoken.kernels.hadamard import Activation, Hadamard
-from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, pq2_linear
+from freetoken.kernels.hadamard import Activation, Hadamard, Rotation
+from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, group_for, pq2_linear
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.models.config import PackedWeights
@@ -37,49 +37,65 @@ class Fed:
 class Feed:
     """Turns activations into what packed projections of one input take: signs, rotation, int8 groups.
 
-    ``group`` is how many neighbours share a scale in 8 bits, 0 to leave them in floating point. Shapes are those of ``op``.
+    ``rotation`` is that of the weights. ``group`` is how many neighbours share a scale in 8 bits, 0 to leave all in floating point; for
+    many tokens the products may ask for floats, too. Shapes are those of ``op``.
     """
 
-    def __init__(self, op: Hadamard, group: int) -> None:
+    def __init__(self, op: Hadamard, rotation: Rotation, group: int) -> None:
         self.op = op
+        self.rotation = rotation
         self.group = group
+
+    def _how(self, x: torch.Tensor) -> tuple[Rotation, int]:
+        return self.rotation, group_for(x.shape[0], self.group, x.device)
 
     def take(self, x: torch.Tensor) -> Fed:
         """``x [T, width]`` as it is."""
-        return Fed(self.op.rotate(x, self.group))
+        return Fed(self.op.rotate(x, *self._how(x)))
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, *, plain: bool
     ) -> tuple[Fed, torch.Tensor]:
         """RMSNorm of ``x``, or of ``x + residual``, and that sum."""
-        normed = self.op.norm(x, weight, eps, self.group, residual, plain=plain)
+        normed = self.op.norm(x, weight, eps, *self._how(x), residual, plain=plain)
         return Fed(normed.activation, normed.plain), normed.residual
 
     def silu_mul(self, gate_up: torch.Tensor) -> Fed:
         """``silu(gate) * up`` of ``gate_up [T, 2 width]``."""
-        return Fed(self.op.silu_mul(gate_up, self.group))
+        return Fed(self.op.silu_mul(gate_up, *self._how(gate_up)))
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> Fed:
         """``x * sigmoid(gate)``."""
-        return Fed(self.op.sigmoid_mul(x, gate, self.group))
+        return Fed(self.op.sigmoid_mul(x, gate, *self._how(x)))
 
     def gated_norm(self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> Fed:
         """RMSNorm of each head times ``silu(z)``."""
-        return Fed(self.op.gated_norm(o, z, weight, eps, self.group))
+        return Fed(self.op.gated_norm(o, z, weight, eps, *self._how(o)))
 
 
 class Feeds:
-    """The two feeds of one model, for weights that are rotated and that are not; the activation group is read here, once."""
+    """The feeds of one model, one for each input width and rotation; the activation group is read here, once."""
 
     def __init__(self, packed: PackedWeights, device: torch.device) -> None:
-        self.choice = choose_op("hadamard", device.type)
-        signs = {
-            width: torch.frombuffer(bytearray(values), dtype=torch.int8).to(device)
-            for width, values in packed.signs.items()
-        }
-        group = activation_group()
-        self.rotated = Feed(Hadamard(self.choice, packed.block or 1, signs), group)
-        self.straight = Feed(Hadamard(self.choice), group)
+        kind = device.type
+        self.choices = [choose_op(name, kind) for name in ("hadamard", "pq2_gemv", "pq2_single", "pq2_gemm")]
+        self._op = Hadamard(self.choices[0])
+        self._group = activation_group()
+        self._packed = packed
+        self._device = device
+        self._made: dict[tuple[int, bool], Feed] = {}
+
+    def feed(self, width: int, rotated: bool) -> Feed:
+        """The feed of projections ``width`` wide, rotated as the file says, or not at all."""
+        key = (width, rotated)
+        if key not in self._made:
+            rotation = Rotation(self._packed.block, self._signs(width)) if rotated else Rotation()
+            self._made[key] = Feed(self._op, rotation, self._group)
+        return self._made[key]
+
+    def _signs(self, width: int) -> torch.Tensor | None:
+        values = self._packed.signs.get(width)
+        return None if values is None else torch.frombuffer(bytearray(values), dtype=torch.int8).to(self._device)
 
 
 def empty_planes(place: Placement, rows: int, width: int, group: int, what: str) -> PQ2Weight:
@@ -214,10 +230,10 @@ class PackedEmbedding:
         self.weight = empty_planes(place, rows, size, group, name)
         self.slots = plane_slots(name, self.weight, 0, rows)
         self._dtype = place.dtype
-        self._rotation = feed.op
+        self.feed = feed
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._rotation.unrotate(self.weight.rows(ids).dequantise(), self._dtype)
+        return self.feed.op.embed(ids, self.weight, self.feed.rotation, self._dtype)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.weight.codes, self.weight.scales)
