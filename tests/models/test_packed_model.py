@@ -14,11 +14,17 @@ from dense_attention import OneRequest
 from make_tiny_model import TinyModel, make_tiny_model
 from tiny_spec import hf_config
 
+from freetoken.hardware import probe
+from freetoken.kernels import pq2_gemv
+from freetoken.kernels.dispatch import Choice, choose_op
 from freetoken.kernels.hadamard import rotate
+from freetoken.kernels.pq2_gemm import PQ2Gemm
+from freetoken.kernels.pq2_gemv import PQ2Product
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.names import expected_tensors, held_bytes
 from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
+from freetoken.models import packed as packed_layers
 from freetoken.models.decoder import DecoderModel
 from freetoken.models.parse import parse_hf_config
 from freetoken.models.registry import build_model
@@ -233,3 +239,35 @@ def test_random_packed_weights_of_a_config(block: int) -> None:
     again = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
     again.random_weights(3)
     assert torch.equal(again.layers[0].down.weight.codes, down.codes)
+
+
+@pytest.mark.skipif(probe().usable_gpu, reason="interpreted kernels; a GPU runs them in tests of its own")
+def test_fused_kernels_in_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What feeds packed layers, and their products of many tokens, as on a GPU, interpreted: a prompt and a single token."""
+    options = {
+        **HYBRID,
+        **ROTATED,
+        "num_layers": 2,
+        "layer_pattern": "lf",
+        "linear_value_heads": 2,
+        "intermediate_size": 128,
+    }
+    path = make_tiny_model(tmp_path / "tiny.gguf", format="gguf", quant="pq2_0", **options)
+    checkpoint = open_checkpoint(path)
+    plain = load(checkpoint)
+
+    def fused(name: str) -> Choice:
+        return Choice(name, choose_op(name, "cpu").flag, "triton", "for this test")
+
+    # Products of few tokens take seconds interpreted; they have tests of their own.
+    product = PQ2Product(
+        choose_op("pq2_gemv", "cpu"), choose_op("pq2_single", "cpu"), PQ2Gemm(fused("pq2_gemm"), "int8")
+    )
+    monkeypatch.setattr(pq2_gemv, "_product", lambda device: product)
+    monkeypatch.setattr(packed_layers, "choose_op", lambda name, device: fused(name))
+    model = load(checkpoint)
+    assert all(choice.impl == "triton" for choice in model.kernel_choices() if choice.op in ("hadamard", "pq2_gemm"))
+    ids = list(range(18))
+    ours, wanted = OneRequest(model, TOKENS), OneRequest(plain, TOKENS)
+    for piece, decode in ((ids[:17], False), (ids[17:], True)):
+        assert relative(ours.feed(piece, decode=decode), wanted.feed(piece, decode=decode)) < 0.02
