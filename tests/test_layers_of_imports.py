@@ -29,6 +29,8 @@ TORCH_FREE = (
     "models/parse",
     "models/registry",
     "loader/gguf",
+    "loader/hadamard",
+    "loader/packing",
     "loader/tokenizer",
     "loader/checkpoint",
     "loader/demo",

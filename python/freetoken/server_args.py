@@ -48,7 +48,7 @@ class ServerArgs:
     load_format: str = _flag(
         "auto",
         "model",
-        "How weights are read; `dummy` makes random weights from a config alone.",
+        "How weights are read; `dummy` makes random weights from a config alone, packed where its `quantization_config` says `pq2`.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     served_model_name: str | None = _flag(

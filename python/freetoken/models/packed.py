@@ -15,6 +15,7 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.hadamard import Activation, Hadamard, Rotation
+from freetoken.kernels.pq2_gemm import PQ2Gemm
 from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, group_for, pq2_linear
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
@@ -80,6 +81,7 @@ class Feeds:
         kind = device.type
         self.choices = [choose_op(name, kind) for name in ("hadamard", "pq2_gemv", "pq2_single", "pq2_gemm")]
         self._op = Hadamard(self.choices[0])
+        PQ2Gemm(self.choices[3]).reserve(device)
         self._group = activation_group()
         self._packed = packed
         self._device = device
