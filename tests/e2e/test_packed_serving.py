@@ -131,7 +131,12 @@ def test_a_server_on_a_file(hybrid: Path) -> None:
     with Server("--model-path", str(hybrid), "--max-total-tokens", "2048", "--context-length", "1024") as server:
         packed = server.info()["args"]["model"]["packed"]
         assert packed == {"matrices": 21, "groups": [128], "rotated": 21, "block": 128}
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Count to ten. " * 20}], "max_tokens": 8, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Count to ten. " * 20}],
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         answers = [server.post("/v1/chat/completions", **body, temperature=0) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 200]
         first, second = (answer.json()["choices"][0]["message"]["content"] for answer in answers)
