@@ -128,13 +128,32 @@ def hf_weights(path: Path, spec: TinyModel) -> dict[str, torch.Tensor]:
         if name in turned:
             width = tensor.shape[-1]
             value = unfold(value, signs.get(width, np.ones(width)), block)
+        if spec.arch == "llama" and parts[-1].startswith(("attn_q.", "attn_k.")):
+            value = _halves(value, spec.num_heads if "attn_q" in name else spec.num_kv_heads)
         if spec.arch == "qwen3_5":
             value = _as_published(name, value, spec, name in turned and bool(keys.get("gdn_v_grouped", False)))
         top = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
         top["output.weight"] = "lm_head.weight"
-        canonical = top[name] if name in top else f"model.layers.{parts[1]}.{LAYER[parts[2]]}"
+        if name in top:
+            canonical = top[name]
+        elif parts[2] in LAYER:
+            canonical = f"model.layers.{parts[1]}.{LAYER[parts[2]]}"
+        else:  # a bias, beside its weight
+            canonical = f"model.layers.{parts[1]}." + LAYER[parts[2].replace("bias", "weight")].replace(
+                "weight", "bias"
+            )
         weights[canonical] = torch.from_numpy(value.astype(np.float32))
     return weights
+
+
+def _halves(value: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from rotary pairs side by side to two halves, row by row."""
+    size = len(value) // heads
+    out = value.copy()
+    for head in range(heads):
+        for index in range(size):
+            out[head * size + index % 2 * (size // 2) + index // 2] = value[head * size + index]
+    return out
 
 
 def _as_published(name: str, value: np.ndarray, spec: TinyModel, columns_grouped: bool) -> np.ndarray:

@@ -8,12 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import OneRequest
 from make_tiny_model import TinyModel, make_tiny_model
 from tiny_spec import hf_config
 
+from freetoken.errors import StartupError
 from freetoken.hardware import probe
 from freetoken.kernels import pq2_gemv
 from freetoken.kernels.dispatch import Choice, choose_op
@@ -21,14 +23,16 @@ from freetoken.kernels.hadamard import rotate
 from freetoken.kernels.pq2_gemm import PQ2Gemm
 from freetoken.kernels.pq2_gemv import PQ2Product
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
+from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.names import expected_tensors, held_bytes
 from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
 from freetoken.models import packed as packed_layers
 from freetoken.models.decoder import DecoderModel
 from freetoken.models.parse import parse_hf_config
-from freetoken.models.registry import build_model
-from gguf_oracle import hf_model
+from freetoken.models.registry import build_model, find
+from gguf_oracle import decode, hf_model
+from rewrite_gguf import rewrite_metadata
 
 TOKENS = 90
 GROUP = "FREETOKEN_PQ2_ACTIVATION_GROUP"
@@ -70,9 +74,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3, rotated": ("pq2_0", {**DENSE, "hadamard": 128}, "all"),
     "qwen3, ternary bytes, rotated, tied": ("ptq1_0", {**DENSE, "hadamard": 128, "tied": True}, "all"),
     "qwen3, plain": ("q2_0", DENSE, "all"),
+    "llama, rotated, bias": ("pq2_0", {**DENSE, "arch": "llama", "hadamard": 128, "attention_bias": True, "mlp_bias": True}, "all"),
     "qwen3, rotated floats": ("bf16", {**DENSE, "hadamard": 128}, "none"),
 }  # fmt: skip
-PACKED = [case for case, (_, _, packed) in CASES.items() if packed != "none"]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,8 @@ def test_float_activations_give_the_logits_of_transformers(
     assert (packed is None) == (wanted == "none")
     if packed is not None:
         outs = [f"model.layers.{layer}.linear_attn.out_proj.weight" for layer in range(2)]
-        assert all((name in packed.groups) == (wanted == "all") for name in outs) or CASES[case][1]["arch"] == "qwen3"
+        hybrid = CASES[case][1]["arch"] == "qwen3_5"
+        assert not hybrid or all((name in packed.groups) == (wanted == "all") for name in outs)
         assert "model.embed_tokens.weight" in packed.groups and "model.layers.0.mlp.down_proj.weight" in packed.groups
     ids, logits = expected(case)
     assert relative(run(load(checkpoint), ids), logits) < 2e-5
@@ -140,7 +145,9 @@ def test_float_activations_give_the_logits_of_transformers(
 BOUNDS = {128: 0.05, 64: 0.045, 32: 0.04}
 
 
-@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize(
+    "case", ["rotated", "plain, heads of a scale of 64", "as many value heads", "qwen3, ternary bytes, rotated, tied"]
+)
 def test_activations_of_8_bits_stay_near(
     case: str, paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +160,61 @@ def test_activations_of_8_bits_stay_near(
 def test_bfloat16_and_8_bits_stay_near(paths: Paths, expected: Expected) -> None:
     ids, logits = expected("rotated")
     assert relative(run(load(open_checkpoint(paths("rotated")), torch.bfloat16), ids).float(), logits) < 0.08
+
+
+def as_floats(path: Path, name: str) -> tuple[np.ndarray, str]:
+    return decode(GGUFFile.open(path), name).astype("<f4").view(np.uint8), "F32"
+
+
+def in_smaller_groups(path: Path, name: str) -> tuple[np.ndarray, str]:
+    """The rows of a PQ2_0 tensor as Q2_0 in groups of 64: every scale twice."""
+    file = GGUFFile.open(path)
+    blocks = file.raw(name).reshape(-1, 34)
+    halves = [np.concatenate((blocks[:, :2], blocks[:, at : at + 16]), 1) for at in (2, 18)]
+    return np.stack(halves, 1).reshape(file.tensors[name].shape[0], -1), "Q2_0"
+
+
+@pytest.mark.parametrize(
+    ("changed", "dense"),
+    [
+        (["blk.0.attn_gate.weight"], ["model.layers.0.linear_attn.in_proj_qkv.weight"]),
+        (["blk.2.attn_v.weight", "blk.0.ssm_out.weight"], ["model.layers.2.self_attn.q_proj.weight"]),
+        (["blk.0.ffn_down.weight", "blk.1.ffn_up.weight"], ["model.layers.1.mlp.gate_proj.weight"]),
+        (["blk.2.attn_output.weight", "token_embd.weight"], ["model.embed_tokens.weight"]),
+        (["output.weight"], ["lm_head.weight"]),
+        (["blk.0.attn_qkv.weight", "blk.1.ffn_gate.weight", "blk.2.attn_k.weight"], []),
+    ],
+)
+def test_types_may_differ_within_a_file(
+    changed: list[str],
+    dense: list[str],
+    paths: Paths,
+    expected: Expected,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is merged with a float matrix is decoded with it; smaller groups are packed beside larger ones, as smaller ones."""
+    monkeypatch.setenv(GROUP, "0")
+    source = paths("rotated")
+    store = as_floats if dense else in_smaller_groups
+    path = rewrite_metadata(source, tmp_path / "mixed.gguf", {}, {name: store(source, name) for name in changed})
+    checkpoint = open_checkpoint(path)
+    packed, whole = checkpoint.model.packed, open_checkpoint(source).model.packed
+    assert packed is not None and whole is not None
+    if dense:
+        assert not set(dense) & set(packed.groups) and len(packed.groups) < len(whole.groups)
+    else:
+        assert set(packed.groups) == set(whole.groups) and sorted(packed.groups.values()).count(64) == 2 + 2 + 3
+    ids, logits = expected("rotated")
+    assert relative(run(load(checkpoint), ids), logits) < 2e-5
+
+
+@pytest.mark.parametrize("case", ["rotated", "qwen3, plain"])
+def test_packed_weights_are_not_split_over_ranks(case: str, paths: Paths) -> None:
+    model = open_checkpoint(paths(case)).model
+    found = find(model.architecture).load_class()
+    with pytest.raises(StartupError, match="not split over tensor-parallel ranks"):
+        found(model, dtype=torch.float32, device="cpu", max_positions=64, tp_size=2)
 
 
 def _other_signs(checkpoint: Checkpoint) -> Checkpoint:
@@ -269,5 +331,5 @@ def test_fused_kernels_in_their_places(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(choice.impl == "triton" for choice in model.kernel_choices() if choice.op in ("hadamard", "pq2_gemm"))
     ids = list(range(18))
     ours, wanted = OneRequest(model, TOKENS), OneRequest(plain, TOKENS)
-    for piece, decode in ((ids[:17], False), (ids[17:], True)):
-        assert relative(ours.feed(piece, decode=decode), wanted.feed(piece, decode=decode)) < 0.02
+    for piece, alone in ((ids[:17], False), (ids[17:], True)):
+        assert relative(ours.feed(piece, decode=alone), wanted.feed(piece, decode=alone)) < 0.02
