@@ -8,8 +8,7 @@ from typing import IO
 
 import gguf
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
-from tiny_gguf import PACKED_TYPES, gguf_names, is_folded, write_hadamard, write_metadata
+from tiny_gguf import PACKED_TYPES, gguf_names, is_folded, known_type, write_hadamard, write_metadata
 from tiny_spec import CHAT_TEMPLATE, SPECIAL_TOKENS, TinyModel, hf_config
 
 from freetoken.loader.names import expected_tensors
@@ -55,12 +54,12 @@ def write_full_size(path: Path, spec: TinyModel = FULL_SIZE, vocabulary: int = V
     write_hadamard(writer, spec, {shapes[name][-1] for name in folded}, folded)
     _write_vocabulary(writer, vocabulary)
     kind, elements, size = PACKED_TYPES["pq2_0"]
-    GGML_QUANT_SIZES[kind] = (elements, size)  # type: ignore[index]
     packed = {*folded, "token_embd.weight"}
     for name, shape in shapes.items():
         if name in packed:
             row = shape[1] // elements * size
-            writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)  # type: ignore[arg-type]
+            with known_type(kind, elements, size):
+                writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)  # type: ignore[arg-type]
         else:
             narrow = _is_bfloat16(name)
             held = (shape[0], shape[2]) if len(shape) == 3 else shape

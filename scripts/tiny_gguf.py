@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -291,10 +292,8 @@ def _write_tensor(
         quant = "bf16"
     if quant in PACKED_QUANTS:
         kind, elements, size = PACKED_TYPES[quant]
-        # The package knows these ids not at all, or in one layout only.
-        GGML_QUANT_SIZES[kind] = (elements, size)  # type: ignore[index]
-        packed = pack_rows(value, quant)
-        writer.add_tensor(name, packed, raw_dtype=kind)  # type: ignore[arg-type]
+        with known_type(kind, elements, size):
+            writer.add_tensor(name, pack_rows(value, quant), raw_dtype=kind)  # type: ignore[arg-type]
         return
     known = gguf.GGMLQuantizationType[quant.upper()]
     if quant in ("f16", "bf16") or quant.startswith(("q8_", "q4_0", "q4_1", "q5_0", "q5_1")):
@@ -302,6 +301,19 @@ def _write_tensor(
     else:
         data = random_blocks(known, value.shape, generator)
     writer.add_tensor(name, data, raw_dtype=known)
+
+
+@contextmanager
+def known_type(kind: int, elements: int, size: int) -> Iterator[None]:
+    """For a while the package's writer takes type id ``kind``, which it does not know, or in one layout only."""
+    before = GGML_QUANT_SIZES.get(kind)  # type: ignore[call-overload]
+    GGML_QUANT_SIZES[kind] = (elements, size)  # type: ignore[index]
+    try:
+        yield
+    finally:
+        del GGML_QUANT_SIZES[kind]  # type: ignore[arg-type]
+        if before is not None:
+            GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)] = before
 
 
 def pack_rows(value: np.ndarray, quant: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
+from tiny_gguf import known_type
 
 from freetoken.loader.gguf import AMBIGUOUS_ID, AMBIGUOUS_TYPES, TENSOR_TYPES, GGUFFile
 
@@ -39,8 +39,8 @@ def rewrite_metadata(
         if tensors and name in tensors:
             rows, wanted = tensors[name]
             kind, packing = next((k, p) for k, p in TYPES if p.name == wanted)
-        GGML_QUANT_SIZES[kind] = (packing.block_elements, packing.block_bytes)  # type: ignore[index]
-        writer.add_tensor(name, rows.view("<f4") if kind == 0 else rows, raw_dtype=kind)  # type: ignore[arg-type]
+        with known_type(kind, packing.block_elements, packing.block_bytes):
+            writer.add_tensor(name, rows.view("<f4") if kind == 0 else rows, raw_dtype=kind)  # type: ignore[arg-type]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

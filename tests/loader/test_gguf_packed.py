@@ -9,8 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES
-from tiny_gguf import PACKED_TYPES, finish, pack_rows
+from tiny_gguf import PACKED_TYPES, finish, known_type, pack_rows
 
 from freetoken.errors import StartupError
 from freetoken.kernels.pq2_gemv import PQ2Weight
@@ -48,10 +47,10 @@ def random_rows(quant: str, rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 def file_of(path: Path, quant: str, tensors: dict[str, np.ndarray]) -> GGUFFile:
     kind, elements, size = PACKED_TYPES[quant]
-    GGML_QUANT_SIZES[kind] = (elements, size)  # type: ignore[index]
     writer = gguf.GGUFWriter(path, "llama")
-    for name, rows in tensors.items():
-        writer.add_tensor(name, rows, raw_dtype=kind)  # type: ignore[arg-type]
+    with known_type(kind, elements, size):
+        for name, rows in tensors.items():
+            writer.add_tensor(name, rows, raw_dtype=kind)  # type: ignore[arg-type]
     finish(writer)
     return GGUFFile.open(path)
 
