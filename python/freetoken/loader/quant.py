@@ -116,20 +116,21 @@ def decode_tensor(
     tensor: GGUFTensor,
     dtype: torch.dtype,
     *,
+    device: torch.device | str = "cpu",
     rows: np.ndarray | None = None,
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Tensor ``tensor`` of ``file`` as a new CPU tensor of ``tensor.shape`` and ``dtype``.
+    """Tensor ``tensor`` of ``file`` as a new tensor of ``tensor.shape`` and ``dtype`` on ``device``.
 
-    Decoded through float32 in chunks of about :data:`CHUNK_ELEMENTS` elements, so beside the result only a few MiB are
-    held. ``rows`` lists, for each row (all axes but the last), its place in the file; ``convert`` makes of the float32 rows
-    ``[some, width]`` what they mean. Raises :class:`StartupError` for a type that is not served.
+    Decoded on the host through float32 in chunks of about :data:`CHUNK_ELEMENTS` elements, so beside the result only a few
+    MiB are held. ``rows`` lists, for each row (all axes but the last), its place in the file; ``convert`` makes of the float32
+    rows ``[some, width]``, on ``device``, what they mean. Raises :class:`StartupError` for a type that is not served.
     """
     name = tensor.type_name
     if name not in DECODABLE_TYPES and name not in PACKABLE_TYPES:
         raise StartupError(f"tensor {tensor.name!r} has type {name}, which is not served")
     width = tensor.shape[-1]
-    result = torch.empty((tensor.nbytes // tensor.row_bytes, width), dtype=dtype)
+    result = torch.empty((tensor.nbytes // tensor.row_bytes, width), dtype=dtype, device=device)
     done = 0
     for chunk in _chunks(file, tensor, rows, CHUNK_ELEMENTS):
         if name in PACKABLE_TYPES:
@@ -137,6 +138,6 @@ def decode_tensor(
         else:
             # One long row: the decoders work on 16 rows at a time, which is little for narrow ones.
             values = torch.from_numpy(decode_blocks(chunk.reshape(1, -1), tensor.type_id)).view(-1, width)
-        result[done : done + len(chunk)] = values if convert is None else convert(values)
+        result[done : done + len(chunk)] = values if convert is None else convert(values.to(device))
         done += len(chunk)
     return result.view(tensor.shape)

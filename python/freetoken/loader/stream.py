@@ -25,12 +25,12 @@ def stream_tensors(
     progress: Callable[[int, int], None] | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new CPU tensor of ``dtype``.
+    """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new tensor of ``dtype``, on the CPU or on ``device``.
 
-    Those that a model keeps in float32 are yielded in it. A packed matrix ``NAME.weight`` comes as two tensors on ``device``,
-    ``NAME.codes`` (uint8 ``[N, K/4]``) and ``NAME.scales`` (float16 ``[N, K/group]``), split there. A tied ``lm_head.weight`` is not
-    yielded. Files are mapped and only one tensor is held here at a time, packed ones in pieces. After each tensor
-    ``progress`` gets the stored bytes read so far and ``checkpoint.total_bytes``.
+    Those that a model keeps in float32 are yielded in it. Matrices of a GGUF go to ``device`` in pieces. A packed matrix
+    ``NAME.weight`` comes as two tensors, ``NAME.codes`` (uint8 ``[N, K/4]``) and ``NAME.scales`` (float16 ``[N, K/group]``). A tied
+    ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each tensor ``progress``
+    gets the stored bytes read so far and ``checkpoint.total_bytes``.
     """
     done = 0
     source = _gguf(checkpoint, dtype, device) if checkpoint.gguf else _safetensors(checkpoint, dtype)
@@ -71,7 +71,7 @@ def _gguf(
         stored = file.tensors[source]
         if model.packed is None or name not in model.packed.groups:
             kind = torch.float32 if keeps_float32(name, model) else dtype
-            yield name, _decode(checkpoint, name, stored, kind), stored.nbytes
+            yield name, _decode(checkpoint, name, stored, kind, device), stored.nbytes
             continue
         place = layout(name, source, model, checkpoint.hadamard)
         group = model.packed.groups[name]
@@ -81,7 +81,9 @@ def _gguf(
         yield f"{prefix}scales", scales, stored.nbytes
 
 
-def _decode(checkpoint: Checkpoint, name: str, stored: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
+def _decode(
+    checkpoint: Checkpoint, name: str, stored: GGUFTensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
     """The tensor as the checkpoint that was converted had it, turned back and in its order."""
     from freetoken.loader.quant import decode_tensor
 
@@ -93,10 +95,10 @@ def _decode(checkpoint: Checkpoint, name: str, stored: GGUFTensor, dtype: torch.
     if len(stored.shape) == 1:
         vector = decode_tensor(file, stored, dtype)
         return vector if place.rows is None else vector[torch.from_numpy(place.rows)]
-    columns = None if place.columns is None else torch.from_numpy(place.columns)
+    columns = None if place.columns is None else torch.from_numpy(place.columns).to(device)
     signs = None
     if place.rotated and rotation is not None and stored.shape[-1] in rotation.signs:
-        signs = torch.frombuffer(bytearray(rotation.signs[stored.shape[-1]]), dtype=torch.int8)
+        signs = torch.frombuffer(bytearray(rotation.signs[stored.shape[-1]]), dtype=torch.int8).to(device)
 
     def convert(values: torch.Tensor) -> torch.Tensor:
         if place.rotated and rotation is not None:
@@ -104,7 +106,8 @@ def _decode(checkpoint: Checkpoint, name: str, stored: GGUFTensor, dtype: torch.
         return values if columns is None else values[:, columns]
 
     plain = columns is None and not place.rotated
-    tensor = decode_tensor(file, stored, dtype, rows=place.rows, convert=None if plain else convert)
+    change = None if plain else convert
+    tensor = decode_tensor(file, stored, dtype, device=device, rows=place.rows, convert=change)
     return tensor.unsqueeze(1) if name.endswith(".conv1d.weight") else tensor
 
 
