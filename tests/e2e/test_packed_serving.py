@@ -18,6 +18,7 @@ from ways import BUCKETS, WAYS, check, random_prompts, serve_all_ways
 
 from e2e.servers import Server
 from freetoken import Engine
+from freetoken.kernels import pq2_gemv
 from gguf_oracle import hf_model
 
 GROUP = "FREETOKEN_PQ2_ACTIVATION_GROUP"
@@ -141,3 +142,26 @@ def test_a_server_on_a_file(hybrid: Path) -> None:
         assert [answer.status_code for answer in answers] == [200, 200]
         first, second = (answer.json()["choices"][0]["message"]["content"] for answer in answers)
         assert first == second and server.metric("freetoken:cached_tokens_total") > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["1", "check", "0"])
+def test_a_gpu_stays_near_transformers(
+    kernels: str, hybrid: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of what a GPU generates, prompt and output, by fused kernels, checked ones, and references."""
+    for name in ("FUSED_HADAMARD", "PQ2_FUSED_GEMV", "PQ2_SINGLE_GEMV", "PQ2_FUSED_GEMM"):
+        monkeypatch.setenv(f"FREETOKEN_{name}", kernels)
+    pq2_gemv._product.cache_clear()
+    prompts = [*random_prompts(3), [(7 * index + 3) % 384 for index in range(150)]]
+    wish = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12, "return_logprob": True, "prompt_logprobs": 0}
+    flags = {"dtype": "bfloat16", "max_total_tokens": 1024, "context_length": 512, "disable_cuda_graph": kernels != "1"}
+    with Engine(hybrid, device="cuda", **flags) as engine:
+        answers = engine.generate(input_ids=prompts, sampling_params=wish)
+    pq2_gemv._product.cache_clear()
+    for prompt, answer in zip(prompts, answers):
+        ids = prompt + answer["output_ids"]
+        wanted = next(iter(oracle.logits([ids]))).log_softmax(-1)
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        there = wanted[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["output_ids"])[:, None]).squeeze(1)
+        assert float((torch.tensor(found) - there).abs().mean()) < 0.1
