@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from freetoken.bench import op_rows_packed
 from freetoken.kernels.dispatch import Choice
 
 Tensors = tuple[torch.Tensor, ...]
@@ -25,7 +26,7 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes.
+    geometry of the full sizes. ``compared`` makes of either side's outputs what is compared, where that is something else.
     """
 
     shape: dict[str, int]
@@ -35,13 +36,15 @@ class Case:
     flops: float = 0.0
     exact: bool = False
     model: str = "Qwen3-8B"
+    compared: Callable[[Tensors], Tensors] | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode."""
+    and the batches of its decode; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
+    rotation block and ``rotated_head`` the head width of the gated norm before it."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -58,6 +61,18 @@ class Sizes:
     linear_width: int = 128
     linear_prompt: int = 8192
     linear_batches: tuple[int, ...] = (1, 8, 64)
+    packed_hidden: int = 5120
+    packed_ffn: int = 17408
+    packed_shapes: tuple[tuple[int, int], ...] = (
+        (34816, 5120),
+        (16384, 5120),
+        (14336, 5120),
+        (5120, 17408),
+        (5120, 6144),
+    )
+    packed_tokens: tuple[int, ...] = (32, 64, 256, 1024, 4096)
+    rotation: int = 1024
+    rotated_head: int = 128
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -77,6 +92,12 @@ SMALL = Sizes(
     linear_width=16,
     linear_prompt=68,
     linear_batches=(1, 3),
+    packed_hidden=384,
+    packed_ffn=256,
+    packed_shapes=((70, 256),),
+    packed_tokens=(17,),
+    rotation=64,
+    rotated_head=64,
     dtype=torch.float32,
 )
 
@@ -418,4 +439,5 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
+    **op_rows_packed.OPS,
 }
