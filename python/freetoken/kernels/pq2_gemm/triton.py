@@ -102,7 +102,7 @@ def _finish(
     row,
     token,
     m,
-    N: tl.constexpr,
+    n,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -122,8 +122,8 @@ def _finish(
                 total += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
     if last:
-        out = out_ptr + token.to(tl.int64)[:, None] * N + row[None, :]
-        inside = (token[:, None] < m) & (row[None, :] < N)
+        out = out_ptr + token.to(tl.int64)[:, None] * n + row[None, :]
+        inside = (token[:, None] < m) & (row[None, :] < n)
         tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=inside)
 
 
@@ -137,7 +137,7 @@ def int8_kernel(
     parts_ptr,
     arrivals_ptr,
     m,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_X: tl.constexpr,
     GROUP_W: tl.constexpr,
@@ -149,16 +149,16 @@ def int8_kernel(
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [m, N]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32.
+    """``out [m, n]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32.
 
-    Grid ``(ceil(m / BLOCK_M), ceil(N / BLOCK_N), SPLIT_K)``; ``GROUP`` is the smaller of both groups. Weights are the left operand:
+    Grid ``(ceil(m / BLOCK_M), ceil(n / BLOCK_N), SPLIT_K)``; ``GROUP`` is the smaller of both groups. Weights are the left operand:
     their rows fill the 64 that a warp group's product has. Rows and tokens past the end repeat the last one.
     """
     STEPS: tl.constexpr = (K // GROUP + SPLIT_K - 1) // SPLIT_K
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
-    row_in = tl.minimum(row, N - 1).to(tl.int64)
+    row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = values_ptr + token_in[:, None] * K + tl.arange(0, GROUP)[None, :]
     w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, GROUP // 4)[None, :]
     x_scale = x_scales_ptr + token_in * (K // GROUP_X)
@@ -177,7 +177,7 @@ def int8_kernel(
         d_x = tl.load(x_scale + step * GROUP // GROUP_X)
         part = tl.dot(_values(codes, BLOCK_N, GROUP, True, ON_GPU), tl.trans(x), out_dtype=tl.int32)
         total += part.to(tl.float32) * (d_w[:, None] * d_x[None, :])
-    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, N, BLOCK_N, BLOCK_M, SPLIT_K)
+    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -189,7 +189,7 @@ def float_kernel(
     parts_ptr,
     arrivals_ptr,
     m,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,13 +200,13 @@ def float_kernel(
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [m, N]`` from float activations ``[m, K]`` and weights rounded to their type; sums are float32. As :func:`int8_kernel`."""
+    """``out [m, n]`` from float activations ``[m, K]`` and weights rounded to their type; sums are float32. As :func:`int8_kernel`."""
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K // BLOCK_K + SPLIT_K - 1) // SPLIT_K
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
-    row_in = tl.minimum(row, N - 1).to(tl.int64)
+    row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = x_ptr + token_in[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, BLOCK_K // 4)[None, :]
     w_scale = w_scales_ptr + row_in * (K // GROUP_W)
@@ -222,7 +222,7 @@ def float_kernel(
         d_w = tl.load(w_scale + step * BLOCK_K // GROUP_W).to(tl.float32)
         w = _values(codes, BLOCK_N, BLOCK_K, False, ON_GPU).to(tl.float32) * d_w[:, None]
         total = tl.dot(w.to(STORAGE), tl.trans(x), total, input_precision="ieee")
-    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, N, BLOCK_N, BLOCK_M, SPLIT_K)
+    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def int8_linear(
         scratch.parts,
         scratch.arrivals,
         m,
-        N=n,
+        n,
         K=k,
         GROUP_X=activation.group,
         GROUP_W=weight.group,
@@ -305,7 +305,7 @@ def float_linear(
         scratch.parts,
         scratch.arrivals,
         m,
-        N=n,
+        n,
         K=k,
         GROUP_W=weight.group,
         BLOCK_K=FLOAT_BLOCK,
