@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from poison import DEVICE, choice, poisoned_outputs
 
 from freetoken.environ import EnvironmentValueError
 from freetoken.kernels.checking import KernelCheckError, relative_rms
-from freetoken.kernels.pq2_gemm import GemmConfig, PQ2Gemm, candidates, m_class, pick_config, pick_form, triton
+from freetoken.kernels.pq2_gemm import (
+    GemmConfig,
+    PQ2Gemm,
+    candidates,
+    default_config,
+    m_class,
+    pick_config,
+    pick_form,
+    triton,
+)
 from freetoken.kernels.pq2_gemm import config as settings
 from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation, reference
 from freetoken.kernels.pq2_gemv.activation import quantise_reference
@@ -154,7 +164,7 @@ def test_refusals() -> None:
         fused("float").linear(torch.zeros(2, 256).half(), weight_of(4, 128), torch.float16)
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings() -> None:
     shapes = [(34816, 5120), (5120, 17408), (16384, 5120), (14336, 5120), (5120, 6144), (64, 128)]
     for form in ("int8", "float"):
         for n, k in shapes:
@@ -165,10 +175,28 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert found[0] == config and all(each.fits_scratch(m, n) for each in found)
     assert [m_class(m) for m in (17, 33, 4096, 9999)] == [32, 64, 4096, 4096]
     assert pick_form(17) == "int8" and pick_form(4096) == "dense"
-    monkeypatch.setitem(settings.DENSE_FROM, (9, 0), 100)
-    assert pick_form(100, (9, 0)) == "dense" and pick_form(99, (9, 0)) == "int8"
-    monkeypatch.setitem(settings.CONFIGS, (9, 0), {("int8", 64, 128, 32): SMALL})
-    assert pick_config("int8", 64, 128, 20, (9, 0)) == SMALL != pick_config("int8", 64, 128, 20)
+
+
+def test_measured_settings_are_read_and_bad_tables_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(settings, "TABLES", tmp_path)
+    path = settings.table_path((9, 7))
+    table = settings.Table(100, {("int8", 64, 128, 32): SMALL, ("float", 64, 128, 64): GemmConfig(128, 64)})
+    settings.write_table(path, "A card", table)
+    assert settings.read_table(path) == table
+    assert pick_form(100, (9, 7)) == "dense" and pick_form(99, (9, 7)) == "int8"
+    assert pick_config("int8", 64, 128, 20, (9, 7)) == SMALL != pick_config("int8", 64, 128, 20)
+    assert pick_config("int8", 64, 128, 40, (9, 7)) == default_config("int8", 64, 128, 40)
+    text = path.read_text()
+    for old, new in (
+        ('"dense_from": 100', '"dense_from": "many"'),
+        ('"int8"', '"int4"'),
+        ('"block_n": 64', '"block_n": 63'),
+        ('"split_k"', '"split"'),
+        ("{", "["),
+    ):
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(settings.TableError, match=r"sm_97\.json"):
+            settings.read_table(path)
 
 
 def test_slices_are_even_and_fit() -> None:

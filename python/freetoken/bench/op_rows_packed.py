@@ -40,7 +40,8 @@ def _wide(dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
     def view(outputs: Tensors) -> Tensors:
         if outputs[0].dtype != torch.int8:
             return outputs
-        whole = QuantisedActivation(*outputs[:3], GROUP).dequantise()
+        values, scales, sums = outputs[:3]
+        whole = QuantisedActivation(values, scales, sums, GROUP).dequantise()
         return (whole.to(dtype), *outputs[3:])
 
     return view
@@ -109,8 +110,8 @@ def rotated_gated_norm(device: str, sizes: Sizes) -> list[Case]:
     for tokens in sizes.tokens:
         o, z = (torch.randn(tokens, width, device=device).to(sizes.dtype) for _ in range(2))
 
-        def call(op: Any, rotation: Any, o: Any = o.view(-1, heads, head), z: Any = z) -> Tensors:
-            return _flat(op.gated_norm(o, z, weight, EPS, rotation, GROUP))
+        def call(op: Any, rotation: Any, o: Any = o, z: Any = z) -> Tensors:
+            return _flat(op.gated_norm(o.view(-1, heads, head), z, weight, EPS, rotation, GROUP))
 
         cases.append(_producer(sizes, width, 2 * o.numel() * o.element_size(), tokens, call, signs))
     return cases

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
+
+from freetoken.errors import FreetokenError
 
 Form = Literal["int8", "float", "dense"]
 FORMS: tuple[Form, ...] = ("int8", "float", "dense")
@@ -34,12 +39,64 @@ class GemmConfig:
         return self.split_k == 1 or (programs <= SPLIT_PROGRAMS and self.block_n * self.block_m <= SPLIT_CELLS)
 
 
-CONFIGS: dict[Capability, dict[tuple[str, int, int, int], GemmConfig]] = {}
-"""Measured settings by compute capability, then by ``(form, N, K, class)`` with the class of :func:`m_class`."""
-
-DENSE_FROM: dict[Capability, int] = {}
-"""Measured number of tokens from which the dense form is the fastest, by compute capability."""
 USUAL_DENSE_FROM = 512
+"""Tokens from which a GPU that nobody has measured takes the dense form."""
+TABLES = Path(__file__).parent / "tables"
+
+
+class TableError(FreetokenError):
+    """A table of settings that does not hold settings."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured on a card: the number of tokens from which the dense form is the fastest, and settings by
+    ``(form, n, k, class)`` with the class of :func:`m_class`."""
+
+    dense_from: int = USUAL_DENSE_FROM
+    settings: dict[tuple[str, int, int, int], GemmConfig] = field(default_factory=dict)
+
+
+def table_path(capability: Capability) -> Path:
+    """Where the table of cards of a compute capability lies."""
+    return TABLES / f"sm_{capability[0]}{capability[1]}.json"
+
+
+def read_table(path: Path) -> Table:
+    """What :func:`write_table` wrote; :class:`TableError` for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = {}
+        for row in content["settings"]:
+            key = (row.pop("form"), row.pop("n"), row.pop("k"), row.pop("tokens"))
+            found[key] = GemmConfig(**row)
+        table = Table(int(content["dense_from"]), found)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TableError(f"{path}: not a table of settings: {error!r}") from None
+    for (form, n, _, tokens), config in found.items():
+        powers = all(x > 0 and x & (x - 1) == 0 for x in (config.block_n, config.block_m, config.num_warps))
+        if form not in FORMS or not powers or config.split_k < 1 or not config.fits_scratch(tokens, n):
+            raise TableError(f"{path}: {config} cannot run {tokens} tokens of {n} rows in the form {form}")
+    return table
+
+
+def write_table(path: Path, card: str, table: Table) -> None:
+    """Write what :func:`read_table` reads, with the name of the card that it was measured on."""
+    rows = [
+        {"form": form, "n": n, "k": k, "tokens": tokens, **asdict(config)}
+        for (form, n, k, tokens), config in sorted(table.settings.items())
+    ]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    head = f'{{\n  "card": {json.dumps(card)},\n  "dense_from": {table.dense_from},\n  "settings": [\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}{lines}\n  ]\n}}\n", encoding="utf-8")
+
+
+@functools.cache
+def _measured(capability: Capability | None) -> Table:
+    if capability is None or not table_path(capability).exists():
+        return Table()
+    return read_table(table_path(capability))
 
 
 def m_class(m: int) -> int:
@@ -49,15 +106,19 @@ def m_class(m: int) -> int:
 
 def pick_form(m: int, capability: Capability | None = None) -> Form:
     """The form for ``m`` tokens: decoding whole slices of weights costs the same for every number of tokens, so it is for many."""
-    first = DENSE_FROM.get(capability, USUAL_DENSE_FROM) if capability is not None else USUAL_DENSE_FROM
-    return "dense" if m >= first else "int8"
+    return "dense" if m >= _measured(capability).dense_from else "int8"
 
 
 def pick_config(form: str, n: int, k: int, m: int, capability: Capability | None = None) -> GemmConfig:
     """The measured settings of this shape, or a default whose shared memory every served GPU has (99 KiB)."""
-    found = CONFIGS.get(capability, {}).get((form, n, k, m_class(m))) if capability is not None else None
+    found = _measured(capability).settings.get((form, n, k, m_class(m)))
     if found is not None and found.fits_scratch(m, n):
         return found
+    return default_config(form, n, k, m)
+
+
+def default_config(form: str, n: int, k: int, m: int) -> GemmConfig:
+    """Settings for a card nobody has measured: two programs a multiprocessor, K split where there are few tiles."""
     block_m = 32 if m <= 32 else 64
     tiles = -(-n // 128) * -(-m // block_m)
     split = 1
@@ -69,13 +130,13 @@ def pick_config(form: str, n: int, k: int, m: int, capability: Capability | None
 
 def candidates(form: str, n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:
     """Settings worth timing, the default first; some may ask for more than a given GPU has and fail to launch."""
-    found = [pick_config(form, n, k, m, capability)]
-    grid = itertools.product((64, 128), (32, 64, 128, 256), (4, 8), (2, 3, 4), (1, 2, 4, 8))
+    found = [pick_config(form, n, k, m, capability), default_config(form, n, k, m)]
+    most = 64 if form == "int8" else 128
+    grid = itertools.product((64, 128), (32, 64, 128, 256), (4, 8), (3, 4), (1, 2, 4, 8))
     for block_n, block_m, warps, stages, split in grid:
         config = GemmConfig(block_n, block_m, warps, stages, split)
-        per_thread = block_n * block_m // (32 * warps)
-        useful = block_m <= m_class(m) and 16 <= per_thread <= 64 and k // split >= 1024
-        crowded = split > 1 and -(-n // block_n) * -(-m // block_m) * split > 528
-        if useful and not crowded and config.fits_scratch(m, n):
+        tiles = -(-n // block_n) * -(-m // block_m)
+        fits = block_m <= m_class(m) and min(m_class(m), 1024) <= 16 * block_m and 16 <= block_n * block_m // (32 * warps) <= most
+        if fits and k // split >= 1024 and (split == 1 or tiles * split <= 528) and config.fits_scratch(m, n):
             found.append(config)
     return list(dict.fromkeys(found))
