@@ -45,7 +45,9 @@ def test_the_fastest_right_settings_win(
 def test_all_forms_and_the_time_box(capsys: pytest.CaptureFixture[str]) -> None:
     times = itertools.count(1.0)
     shapes = {(70, 256): 1}
-    table = tuning.tune(shapes, [17], ["dense", "float", "int8"], DEVICE, lambda call: next(times), -1.0, torch.float16)
+    table, timings = tuning.tune(
+        shapes, [17], ["dense", "float", "int8"], DEVICE, lambda call: next(times), -1.0, torch.float16
+    )
     assert table == config.Table(tuning.NEVER, {}) and timings == {}
     assert "out of time" in capsys.readouterr().out
 
