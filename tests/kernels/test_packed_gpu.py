@@ -6,7 +6,7 @@ import pytest
 import torch
 from poison import choice
 
-from freetoken.bench.op_rows_packed import random_weight
+from freetoken.bench.pq2 import random_weight
 from freetoken.kernels import checking
 from freetoken.kernels.checking import relative_rms
 from freetoken.kernels.hadamard import Activation, Hadamard, RotateConfig, Rotation, reference, triton

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation
+from freetoken.kernels.pq2_gemv import QuantisedActivation
 
 if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case, Sizes, Tensors
 
-MODEL = "Ternary-Bonsai-2-27B"
+MODEL = "Qwen3.5-27B"
 GROUP, EPS = 128, 1e-6
-WEIGHT_BYTES = 450 * 10**6
-"""Distinct weights that a product goes through: many times what the cache holds."""
 
 
 def _choice(op: str, impl: str) -> Choice:
@@ -131,13 +129,8 @@ def rotated(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
-def random_weight(n: int, k: int, device: str) -> PQ2Weight:
-    """Ternary codes with scales that differ by up to a half, of the variance of a layer."""
-    codes = torch.zeros(n, k // 4, dtype=torch.uint8, device=device)
-    for place in range(4):
-        codes |= torch.randint(0, 3, (n, k // 4), device=device, dtype=torch.uint8) << 2 * place
-    scales = (0.8 + 0.4 * torch.rand(n, k // 128, device=device)) * (1.5 / k) ** 0.5
-    return PQ2Weight(codes, scales.half())
+HEAD_ROWS = 200_000
+"""Weights with more rows are a head, which sees few tokens of a prompt."""
 
 
 def products(form: str) -> Callable[[str, Sizes], list[Case]]:
@@ -147,7 +140,8 @@ def products(form: str) -> Callable[[str, Sizes], list[Case]]:
         return [
             _product(form, device, sizes, tokens, n, k)
             for n, k in sizes.packed_shapes
-            for tokens in sizes.packed_tokens
+            if n < HEAD_ROWS
+            for tokens in sizes.packed_prompts
         ]
 
     return rows
@@ -155,12 +149,11 @@ def products(form: str) -> Callable[[str, Sizes], list[Case]]:
 
 def _product(form: str, device: str, sizes: Sizes, tokens: int, n: int, k: int) -> Case:
     from freetoken.bench.op_rows import Case
+    from freetoken.bench.pq2 import random_weight
     from freetoken.kernels.pq2_gemm import PQ2Gemm
     from freetoken.kernels.pq2_gemv.activation import quantise_reference
 
-    first = random_weight(n, k, device)
-    copies = max(1, min(64, WEIGHT_BYTES // first.nbytes)) if device == "cuda" else 1
-    weights = [first, *(PQ2Weight(first.codes.clone(), first.scales.clone()) for _ in range(copies - 1))]
+    weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
     x = torch.randn(tokens, k, device=device).to(sizes.dtype if sizes.dtype != torch.float32 else torch.float16)
     activation: Any = quantise_reference(x, GROUP) if form == "int8" else x
     out_dtype = x.dtype if form == "dense" else sizes.dtype
@@ -170,9 +163,10 @@ def _product(form: str, device: str, sizes: Sizes, tokens: int, n: int, k: int) 
         op.reserve(torch.device(device))
         return lambda: (op.linear(activation, next(turn), out_dtype),)
 
-    moved = first.nbytes + x.numel() * (1 if form == "int8" else 2) + tokens * n * 2
+    moved = weights[0].nbytes + x.numel() * (1 if form == "int8" else 2) + tokens * n * 2
     shape = {"tokens": tokens, "n": n, "k": k}
-    return Case(shape, call("triton"), call("reference"), float(moved), 2.0 * tokens * n * k, model=MODEL)
+    calls = min(20, len(weights))
+    return Case(shape, call("triton"), call("reference"), float(moved), 2.0 * tokens * n * k, model=MODEL, calls=calls)
 
 
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {

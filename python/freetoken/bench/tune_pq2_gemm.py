@@ -24,6 +24,7 @@ SHAPES = {(34816, 5120): 64, (16384, 5120): 48, (14336, 5120): 16, (5120, 17408)
 """``(N, K)`` of the 27B's projections, and how many of each a token goes through."""
 TOKENS = (32, 64, 256, 1024, 4096)
 NEVER = 2**30
+GRAPH_CALLS = 20
 BOUND = 1e-2
 """Largest relative RMS of bfloat16 outputs against the reference."""
 
@@ -42,17 +43,16 @@ class Bench:
     def __init__(self, n: int, k: int, tokens: int, device: str, dtype: Any = None) -> None:
         import torch
 
-        from freetoken.bench import op_rows_packed as rows
+        from freetoken.bench.op_rows import Sizes
+        from freetoken.bench.pq2 import GROUP, random_weight
         from freetoken.kernels.pq2_gemm import triton
         from freetoken.kernels.pq2_gemv.activation import quantise_reference
-        from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
         self._triton = triton
-        first = rows.random_weight(n, k, device)
-        copies = max(1, min(64, rows.WEIGHT_BYTES // first.nbytes)) if device == "cuda" else 1
-        self.weights = [first, *(PQ2Weight(first.codes.clone(), first.scales.clone()) for _ in range(copies - 1))]
+        copies = -(-Sizes().packed_bytes // (n * k // 4)) if device == "cuda" else 1
+        self.weights = [random_weight(n, k, device) for _ in range(copies)]
         self.x = torch.randn(tokens, k, device=device).to(dtype or torch.bfloat16)
-        self.activation = quantise_reference(self.x, rows.GROUP)
+        self.activation = quantise_reference(self.x, GROUP)
         self.out = torch.empty(tokens, n, dtype=self.x.dtype, device=device)
 
     def expected(self, form: str) -> Any:
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     bandwidth, rate = roof.measure("cuda", "bfloat16")
     with torch.inference_mode():
-        table, timings = tune(SHAPES, args.tokens, args.forms, "cuda", ops.graph_microseconds, float(args.seconds))
+        table, timings = tune(SHAPES, args.tokens, args.forms, "cuda", _microseconds, float(args.seconds))
     path = Path(args.table) if args.table else config.table_path(torch.cuda.get_device_capability())
     config.write_table(path, torch.cuda.get_device_name(), table)
     print(f"dense form from {table.dense_from} tokens on; wrote {path}")
@@ -195,6 +195,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
         )
     return found
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    return ops.graph_microseconds(call, GRAPH_CALLS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
