@@ -1,8 +1,7 @@
 """Time the settings of ``pq2_gemm`` on this GPU and write its table: ``python -m freetoken.bench.tune_pq2_gemm``.
 
 Every candidate is checked against the reference before it is timed, one call among many of a replayed CUDA graph over weights that
-are together larger than the cache. The dense form needs no settings; where it is the fastest over the projections of a layer is
-written, too.
+are together larger than the cache. From how many tokens on the dense form is the fastest over all projections is written, too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BOUND = 1e-2
 
 @dataclass(frozen=True)
 class Timing:
-    """The best of one form at one shape: microseconds a call, and the settings (``None`` for the dense form)."""
+    """The best of one form at one shape: microseconds a call, and the settings."""
 
     us: float
     config: Any
@@ -67,7 +66,7 @@ class Bench:
         """One product into ``out``, by the next of the weights at each call."""
         turn = itertools.cycle(self.weights)
         if form == "dense":
-            return lambda: self._triton.dense_linear(self.x, next(turn), self.out)
+            return lambda: self._triton.dense_linear(self.x, next(turn), self.out, config)
         if form == "int8":
             return lambda: self._triton.int8_linear(self.activation, next(turn), self.out, config)
         return lambda: self._triton.float_linear(self.x, next(turn), self.out, config)
@@ -129,7 +128,7 @@ def tune(
     import torch
 
     from freetoken.kernels import launch
-    from freetoken.kernels.pq2_gemm import candidates, m_class
+    from freetoken.kernels.pq2_gemm import candidates, m_class, slice_candidates
     from freetoken.kernels.pq2_gemm.config import Table
 
     capability = launch.capability(torch.device(device))
@@ -137,14 +136,13 @@ def tune(
     for m, (n, k) in itertools.product(tokens, shapes):
         bench = Bench(n, k, m, device, dtype)
         for form in forms:
-            configs = [None] if form == "dense" else candidates(form, n, k, m, capability)
+            dense = form == "dense"
+            configs = slice_candidates(n, k, m, capability) if dense else candidates(form, n, k, m, capability)
             best = best_of(form, bench, configs, timer, seconds)
             if best is not None:
                 timings[form, n, k, m] = best
                 print(f"{form:<6} {m:>5} tokens, {n} x {k}: {best.us:9.1f} us, {best.config}", flush=True)
-    settings = {
-        (form, n, k, m_class(m)): best.config for (form, n, k, m), best in timings.items() if best.config is not None
-    }
+    settings = {(form, n, k, m_class(m)): best.config for (form, n, k, m), best in timings.items()}
     return Table(dense_from({key: best.us for key, best in timings.items()}, shapes), settings), timings
 
 

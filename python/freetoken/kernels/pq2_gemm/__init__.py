@@ -10,6 +10,7 @@ from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.pq2_gemm.config import (
     FORMS,
+    DenseConfig,
     Form,
     GemmConfig,
     candidates,
@@ -17,6 +18,8 @@ from freetoken.kernels.pq2_gemm.config import (
     m_class,
     pick_config,
     pick_form,
+    pick_slice,
+    slice_candidates,
 )
 from freetoken.kernels.pq2_gemv import reference
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
@@ -25,6 +28,7 @@ from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 __all__ = [
     "FORMS",
     "FORM_NAME",
+    "DenseConfig",
     "Form",
     "GemmConfig",
     "PQ2Gemm",
@@ -33,6 +37,8 @@ __all__ = [
     "m_class",
     "pick_config",
     "pick_form",
+    "pick_slice",
+    "slice_candidates",
 ]
 
 FORM_NAME = "FREETOKEN_PQ2_GEMM_FORM"

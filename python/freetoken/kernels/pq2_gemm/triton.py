@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.pq2_gemm.config import SLICE_BYTES, SPLIT_CELLS, SPLIT_PROGRAMS, GemmConfig, pick_config
+from freetoken.kernels.pq2_gemm.config import (
+    SLICE_BYTES,
+    SPLIT_CELLS,
+    SPLIT_PROGRAMS,
+    DenseConfig,
+    GemmConfig,
+    pick_config,
+    pick_slice,
+)
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
@@ -94,6 +102,14 @@ def _values(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.const
 
 
 @triton.jit
+def _ask_ahead(pointer):
+    """Bring the lines at ``pointer`` into the L2 cache: weights, before the wait for the kernel that makes the activation."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _finish(
     total,
     out_ptr,
@@ -168,6 +184,7 @@ def int8_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (GROUP // 4))
         tl.extra.cuda.gdc_wait()
     # Stages are stated here and not only at the launch: then the scales of the tokens are copied ahead, too.
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -215,6 +232,7 @@ def float_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (BLOCK_K // 4))
         tl.extra.cuda.gdc_wait()
     for step in tl.range(begin, end, num_stages=STAGES):
         codes = tl.load(w_tile + step * (BLOCK_K // 4))
@@ -349,23 +367,19 @@ def decode_rows(weight: PQ2Weight, first: int, rows: int, out: torch.Tensor) -> 
     )
 
 
-def dense_linear(x: torch.Tensor, weight: PQ2Weight, out: torch.Tensor) -> torch.Tensor:
+def dense_linear(
+    x: torch.Tensor, weight: PQ2Weight, out: torch.Tensor, config: DenseConfig | None = None
+) -> torch.Tensor:
     """``out [M, N]`` of ``x [M, K]`` in two bytes an element, by slices of weights that are decoded to its type and multiplied by
-    torch; ``out`` has the type of ``x``."""
+    torch; ``out`` has the type of ``x``. ``ValueError`` for a slice that the scratch memory does not hold."""
     n, k = weight.out_features, weight.in_features
+    config = config or pick_slice(n, k, x.shape[0], launch.capability(x.device))
+    if not config.fits_scratch(k):
+        raise ValueError(f"slices of {config.rows} rows of {k} columns are larger than the scratch memory")
     decoded = scratch_of(x.device).decoded.view(x.dtype)
-    rows = slice_rows(n, decoded.numel() // k)
-    for first in range(0, n, rows):
-        count = min(rows, n - first)
+    for first in range(0, n, config.rows):
+        count = min(config.rows, n - first)
         part = decoded[: count * k].view(count, k)
         decode_rows(weight, first, count, part)
         torch.mm(x, part.t(), out=out[:, first : first + count])
     return out
-
-
-def slice_rows(n: int, most: int) -> int:
-    """Rows of a slice: as few slices as ``most`` rows allow, of nearly the same size, which is a multiple of 256 if it can be."""
-    slices = -(-n // most)
-    even = -(-n // slices)
-    rounded = -(-even // 256) * 256
-    return rounded if rounded <= most else even
