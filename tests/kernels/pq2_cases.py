@@ -49,7 +49,7 @@ CASES = [
         for m in (1, 8, 16)
         for early in ((False, True) if k == 5120 and m < 16 else (True,))
     ),
-    _product(5120, 4, PQ2Config("few", 4, 2, 1, 16), True),
+    _product(5120, 4, PQ2Config("few", 2, 2, 1, 16), True),
     _product(5120, 1, default_config(5120, 5120, 1), True, (64, 32)),
     _product(5120, 8, default_config(5120, 5120, 8), True, (64, 32)),
     QUANTISER,

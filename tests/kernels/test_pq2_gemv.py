@@ -108,6 +108,7 @@ def test_activations_that_do_not_fit_are_refused() -> None:
         ((good.values, good.scales, good.scales, 64), "int32"),
         ((good.values[:, :64], good.scales, good.sums, 64), "multiple"),
         ((good.values, good.scales, good.sums, 32), "scales of shape"),
+        ((good.values.t().contiguous().t(), good.scales, good.sums, 64), "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             QuantisedActivation(*parts)
