@@ -145,6 +145,8 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
         "| `python -m freetoken.bench.serving` | a running server, as its clients see it |\n"
         "| `python -m freetoken.bench.one_batch` | prefill and decode of one batch, without HTTP |\n"
         "| `python -m freetoken.bench.offline` | throughput of `Engine` |\n"
+        "| `python -m freetoken.bench.prefix_hit` | the time to the first token with a prefix in the cache |\n"
+        "| `python -m freetoken.bench.ab` | two settings in paired runs, with a control and a verdict |\n"
         "| `python -m freetoken.bench.ops` | one fused op beside its reference and the roof |\n",
         "Of `serving`, `decode_tok_s` is the rate while all of the concurrent streams are between their first and last "
         "token; it is what compares with the decode rate of `one_batch`.\n",

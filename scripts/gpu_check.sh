@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about six minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about eight minutes.
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -24,6 +24,8 @@ out=${OUT:-benchmarks/results/$card}
 mkdir -p "$out"
 model=(--model-path benchmarks/configs/qwen3-8b --load-format dummy --dtype bfloat16 --random-seed 1)
 label="Qwen3-8B geometry, bf16, random weights"
+hybrid=(--model-path benchmarks/configs/qwen3.5-27b --load-format dummy --dtype bfloat16 --random-seed 1)
+hybrid_label="Qwen3.5-27B geometry, bf16, random weights"
 input=1024
 output=256
 failed=()
@@ -84,11 +86,18 @@ op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
 
-rm -f "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl "$out"/ops.jsonl
+files=(ops qwen3-8b-one-batch qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
+for name in "${files[@]}"; do
+    rm -f "$out/$name.jsonl"
+done
 part "GPU tests" "$python" -m pytest -q -m gpu --continue-on-collection-errors tests
 part "ops" op_figures
 part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
     --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+part "one batch, hybrid" "$python" -m freetoken.bench.one_batch "${hybrid[@]}" --label "$hybrid_label" \
+    --shape "1x$input" 1x8192 "16x$input" --output-len 64 --repeats 2 --output "$out/qwen3.5-27b-one-batch.jsonl"
+part "prefix hit, hybrid" "$python" -m freetoken.bench.prefix_hit "${hybrid[@]}" --label "$hybrid_label" \
+    --max-running-requests 4 --context-length 9000 --output "$out/qwen3.5-27b-prefix-hit.jsonl"
 part "server start" start_server
 if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then
     for streams in 1 16 64; do
@@ -100,8 +109,8 @@ part "server stop" stop_server
 echo
 echo "Figures in $out:"
 found=()
-for file in "$out"/ops.jsonl "$out"/qwen3-8b-one-batch.jsonl "$out"/qwen3-8b-serving.jsonl; do
-    [ -f "$file" ] && found+=("$file")
+for name in "${files[@]}"; do
+    [ -f "$out/$name.jsonl" ] && found+=("$out/$name.jsonl")
 done
 [ "${#found[@]}" -gt 0 ] && "$python" -m freetoken.bench.summary "${found[@]}"
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -79,6 +79,7 @@ def _step(element: str, config: DecodeConfig, dk: int = WIDTH, dv: int = WIDTH) 
         "SPLITS": config.splits(dv),
         "LANES": 32 * config.num_warps,
         "PREFETCH": False,
+        "SETTLED": False,
         "ON_GPU": True,
         "EARLY": False,
     }
@@ -95,7 +96,8 @@ def _step(element: str, config: DecodeConfig, dk: int = WIDTH, dv: int = WIDTH) 
 def _early(case: KernelCase, **values: bool) -> KernelCase:
     """The same kernel for programmatic dependent launch."""
     constexprs, options = {**case.constexprs, "EARLY": True, **values}, {**case.options, "launch_pdl": True}
-    return replace(case, name=f"{case.name} early", constexprs=constexprs, options=options, first_arch=90)
+    suffix = " ".join(["early", *(key.lower() for key in values)])
+    return replace(case, name=f"{case.name} {suffix}", constexprs=constexprs, options=options, first_arch=90)
 
 
 LONG, SHORT = pick_prefill(CHANNELS, 8192), pick_prefill(CHANNELS, 3)
@@ -116,4 +118,6 @@ CASES = [
     _step("bf16", pick_config(256, 256), 256, 256),
     _early(_step("bf16", WHOLE), PREFETCH=True),
     _early(_step("bf16", DecodeConfig(32, 4)), PREFETCH=True),
+    _early(_step("bf16", WHOLE), SETTLED=True),
+    _early(_step("bf16", pick_config(WIDTH, WIDTH, HEADS)), SETTLED=True),
 ]

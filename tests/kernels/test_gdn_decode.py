@@ -67,7 +67,7 @@ class Layer:
         op = GdnDecode(choice("gdn_decode", impl), config)
         op.reserve(inputs[0].shape[0], rec)
         weights: tuple[Any, ...] = (self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, EPS)
-        return op(*inputs, *weights, conv, rec, slots, positions), conv, rec
+        return op(*inputs, *weights, conv, rec, slots, positions, settled=bool(slots.numel() % 2)), conv, rec
 
 
 def layer(
@@ -278,6 +278,9 @@ def test_split_heads_need_scratch_memory() -> None:
 def test_settings() -> None:
     assert pick_config(128, 128) == DecodeConfig(128, 8)
     assert pick_config(256, 256) == DecodeConfig(64, 8)
+    assert pick_config(128, 128, 48) == DecodeConfig(64, 8)
+    assert pick_config(128, 128, 8 * 48) == DecodeConfig(128, 8, prefetch=False)
+    assert pick_config(64, 64, 48) == DecodeConfig(64, 2)
     found = candidates(128, 128)
     assert found[0] == pick_config(128, 128) and len(found) == len(set(found)) > 10
     assert {config.splits(128) for config in found} >= {1, 2, 4}
@@ -312,9 +315,11 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("config", [None, *candidates(128, 128)[1::5]])
-def test_on_a_gpu_replays_equal_eager_and_states_follow(config: DecodeConfig | None) -> None:
-    """Steps one after another on the same state, launched early, nothing read back."""
+def test_on_a_gpu_replays_equal_eager_and_states_follow(config: DecodeConfig | None, settled: bool) -> None:
+    """Steps one after another on the same state, launched early, nothing read back; a kernel of torch between them where they may
+    read their states ahead."""
     this = layer(16, 48, 128, 128, 4, torch.bfloat16, slots=9)
     this.rec_state *= 0.1
     inputs = tuple(x.contiguous() for x in this.tokens(8))
@@ -324,8 +329,15 @@ def test_on_a_gpu_replays_equal_eager_and_states_follow(config: DecodeConfig | N
     states = (this.conv_state.clone(), this.rec_state.clone())
     weights: tuple[Any, ...] = (this.conv_weight, this.A_log, this.dt_bias, this.norm_weight, EPS)
 
+    between = torch.ones(1, device=DEVICE)
+
     def steps() -> list[torch.Tensor]:
-        return [op(*inputs, *weights, *states, slots, positions) for _ in range(4)]
+        outs = []
+        for _ in range(4):
+            outs.append(op(*inputs, *weights, *states, slots, positions, settled=settled))
+            if settled:
+                between.zero_()
+        return outs
 
     def restore() -> None:
         states[0].copy_(this.conv_state)

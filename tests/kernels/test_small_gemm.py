@@ -45,6 +45,17 @@ def scratch_for(config: GemmConfig, n: int, halves: int) -> triton.Scratch:
     return scratch
 
 
+def typical_size(x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None, silu: bool) -> torch.Tensor:
+    """RMS a product of such rows has when signs are random: a single output may lie near zero by cancellation."""
+    squares = x.double().square() @ weight.double().square().t()
+    if offset is not None:
+        squares = squares + offset.double().square()
+    sizes = squares.sqrt()
+    if silu:
+        sizes = sizes[:, : sizes.shape[1] // 2] * sizes[:, sizes.shape[1] // 2 :]
+    return sizes.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 33), (50, 200), (1, 8)])
@@ -68,7 +79,9 @@ def test_kernel_equals_reference(
                 actual = triton.linear(*inputs, config=config, scratch=scratch)
         expected = (reference.linear_silu_mul if silu else reference.linear)(*inputs)
         assert actual.shape == (m, n) and actual.dtype == dtype
-        assert relative_rms(actual, expected) <= checking.RELATIVE_RMS[dtype]
+        size = torch.maximum(typical_size(*inputs, silu), expected.double().square().mean().sqrt())
+        error = (actual.double() - expected.double()).square().mean().sqrt()
+        assert error <= checking.RELATIVE_RMS[dtype] * size
         if config.split_k > 1:
             assert not scratch.arrivals.any()
 

@@ -334,7 +334,8 @@ def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
 
     heads, width = sizes.linear_heads, sizes.linear_width
     channels = (2 * sizes.linear_key_heads + heads) * width
-    slots = max(sizes.linear_batches)
+    # Four batches' worth: a call reads its states while those before it still write theirs, and none is of the same slots.
+    slots = 4 * max(sizes.linear_batches)
     rates, bias = torch.linspace(-4, 2, heads, device=device), torch.ones(heads, device=device)
     norm = _random(device, sizes.dtype, width)
     weight = pack_weight(_random(device, sizes.dtype, channels, CONV_WIDTH))
@@ -357,7 +358,9 @@ def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
             conv, rec = ring.clone(), state.clone()
             op.reserve(windows.shape[1], rec)
             turn = itertools.cycle(windows)
-            return lambda: (op(*inputs, conv_state=conv, rec_state=rec, slots=next(turn), positions=positions),)
+            return lambda: (
+                op(*inputs, conv_state=conv, rec_state=rec, slots=next(turn), positions=positions, settled=True),
+            )
 
         element = qkv.element_size()
         per_request = 2 * heads * width * width * 4 + ((CONV_WIDTH + 1) * channels + 2 * heads * (width + 1)) * element

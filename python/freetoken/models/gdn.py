@@ -133,9 +133,9 @@ class GatedDeltaNet:
         """``[decodes, Hv * Dv]``: one token of each decoding request, states in place."""
         qkv, z, b, a = projected.split(self.widths, 1)
         count, w = fb.num_decodes, self.weights
-        return self.ops.decode(
-            qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps, conv, rec, fb.rows[:count], fb.positions[:count]
-        )
+        inputs = (qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps)
+        # A slot is written once a step, and every step begins by gathering ids and embeddings, which waits for the step before.
+        return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True)
 
     def _prefill(self, projected: torch.Tensor, pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor) -> torch.Tensor:
         """``[tokens, Hv * Dv]`` of all prompt pieces, states in place."""

@@ -41,8 +41,7 @@ def bound_if(count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def ring_conv(
-    x_ptr,
+def ring_past(
     ring_ptr,
     weight_ptr,
     bias_ptr,
@@ -55,12 +54,10 @@ def ring_conv(
     W: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ON_GPU: tl.constexpr,
 ):
-    """One token's channels ``channel``: their raw values, and their activated sums in float32.
+    """What the tokens before this one give to its channels ``channel``: the bias and all taps but the last, in float32.
 
-    ``x_ptr`` is at the token's row and ``ring_ptr`` at entry 0 of its slot. Of ``index``, shaped as ``channel``, what is not below
-    ``SIZE`` is left out.
+    ``ring_ptr`` is at entry 0 of the token's slot. Of ``index``, shaped as ``channel``, what is not below ``SIZE`` is left out.
     """
     inside = index < SIZE
     if HAS_BIAS:
@@ -74,10 +71,25 @@ def ring_conv(
         past = tl.load(ring_ptr + entry * C + channel, mask=existing, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + column * tap_stride + channel * channel_stride, mask=inside, other=0.0)
         total = tl.fma(weight.to(tl.float32), past, total)
-    raw = tl.load(x_ptr + channel, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + (W - 1) * tap_stride + channel * channel_stride, mask=inside, other=0.0)
-    total = tl.fma(weight.to(tl.float32), raw.to(tl.float32), total)
-    return raw, silu(total, ON_GPU)
+    return total
+
+
+@triton.jit
+def ring_now(
+    x_ptr,
+    total,
+    weight,
+    channel,
+    index,
+    SIZE: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """The token's own channels: their raw values, and their activated sums in float32.
+
+    ``x_ptr`` is at the token's row, ``total`` what :func:`ring_past` gave and ``weight`` the last tap.
+    """
+    raw = tl.load(x_ptr + channel, mask=index < SIZE, other=0.0)
+    return raw, silu(tl.fma(weight.to(tl.float32), raw.to(tl.float32), total), ON_GPU)
 
 
 @triton.jit
@@ -113,22 +125,11 @@ def conv_decode_kernel(
     if slot < 0:
         return
     ring = state_ptr + slot * slot_stride
-    raw, value = ring_conv(
-        x_ptr + lane * x_stride,
-        ring,
-        weight_ptr,
-        bias_ptr,
-        channel,
-        channel,
-        position,
-        tap_stride,
-        channel_stride,
-        C,
-        W,
-        C,
-        HAS_BIAS,
-        ON_GPU,
-    )
+    past = ring_past(
+        ring, weight_ptr, bias_ptr, channel, channel, position, tap_stride, channel_stride, C, W, C, HAS_BIAS
+    )  # fmt: skip
+    last = tl.load(weight_ptr + (W - 1) * tap_stride + channel * channel_stride, mask=channel < C, other=0.0)
+    raw, value = ring_now(x_ptr + lane * x_stride, past, last, channel, channel, C, ON_GPU)
     inside = channel < C
     tl.store(ring + (position % W) * C + channel, raw.to(state_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + lane * C + channel, value.to(out_ptr.dtype.element_ty), mask=inside)

@@ -33,7 +33,7 @@ class GdnDecode:
         """Prepare for batches of up to ``batch`` with states like ``rec_state`` (scratch memory, where heads are split); called
         before the first step."""
         heads, dv, dk = rec_state.shape[1:]
-        if self._fused and (self._config or pick_config(dv, dk)).splits(dv) > 1:
+        if self._fused and (self._config or pick_config(dv, dk, heads)).splits(dv) > 1:
             self._scratch.reserve(batch, heads, dv, rec_state.device)
 
     def __call__(
@@ -51,8 +51,11 @@ class GdnDecode:
         rec_state: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
+        *,
+        settled: bool = False,
     ) -> torch.Tensor:
-        """``[B, Hv * Dv]``; ``conv_state`` and ``rec_state`` are updated in place."""
+        """``[B, Hv * Dv]``; ``conv_state`` and ``rec_state`` are updated in place. ``settled`` is a promise of the caller that makes
+        the kernel faster, see :func:`triton.gdn_decode`."""
         inputs = (qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, eps)
         if not self._fused:
             return reference.gdn_decode(*inputs, conv_state, rec_state, slots, positions)
@@ -65,7 +68,14 @@ class GdnDecode:
             rows = torch.arange(live.shape[0], device=slots.device)
             expected = reference.gdn_decode(*lanes, *inputs[4:], *states, rows, positions[live])
         out = self._triton.gdn_decode(
-            *inputs, conv_state, rec_state, slots, positions, config=self._config, scratch=self._scratch
+            *inputs,
+            conv_state,
+            rec_state,
+            slots,
+            positions,
+            config=self._config,
+            scratch=self._scratch,
+            settled=settled,
         )
         if self._checked:
             bound = checking.RELATIVE_RMS[qkv.dtype]

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 LARGEST_TILE = 16384
 """Elements of state that one program holds in registers."""
 
+FEW_HEADS = 64
+"""Up to so many heads in a batch, two programs a head still run all at once on any data-centre card."""
+
+MANY_HEADS = 320
+"""From so many on, every multiprocessor of such a card has more than two programs to overlap."""
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -30,11 +36,20 @@ def power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(dv: int, dk: int) -> DecodeConfig:
-    """Whole heads where a head fits the registers of one program, 64 elements a thread at most."""
+def pick_config(dv: int, dk: int, heads: int | None = None) -> DecodeConfig:
+    """By the head's widths and the ``heads`` of a whole batch, ``None`` for a number in between.
+
+    A program takes as much of a head as fits its registers, 64 elements a thread at most. So few heads that half of the GPU would
+    idle are split once more; with several programs for each multiprocessor one loads while another works, and asking
+    for the state ahead only takes issue slots.
+    """
     width = power_of_two_at_least(dk)
-    block_v = max(1, min(power_of_two_at_least(dv), LARGEST_TILE // width))
-    return DecodeConfig(block_v, num_warps=max(1, min(8, block_v * width // 2048)))
+    rows = power_of_two_at_least(dv)
+    block_v = max(1, min(rows, LARGEST_TILE // width))
+    if heads is not None and heads <= FEW_HEADS and block_v == rows and block_v * width >= LARGEST_TILE:
+        return DecodeConfig(block_v // 2, num_warps=8)
+    prefetch = heads is None or heads < MANY_HEADS
+    return DecodeConfig(block_v, max(1, min(8, block_v * width // 2048)), prefetch)
 
 
 def candidates(dv: int, dk: int) -> list[DecodeConfig]:

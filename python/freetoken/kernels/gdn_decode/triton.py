@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.gdn_conv.triton import bound_if, ring_conv, silu
+from freetoken.kernels.gdn_conv.triton import bound_if, ring_now, ring_past, silu
 from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
 
 L2_EPS = tl.constexpr(1e-6)
@@ -120,6 +120,7 @@ def gdn_decode_kernel(
     SPLITS: tl.constexpr,
     LANES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    SETTLED: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -139,26 +140,26 @@ def gdn_decode_kernel(
     # Slots and positions were there before the step began.
     slot = tl.load(slots_ptr + lane)
     position = tl.load(positions_ptr + lane)
-    # State is not read ahead of the wait: nothing here shows that its last writer, an earlier call, has ended by then. What comes
-    # into the L2 cache ahead is the same memory to every writer, so it can be early but never stale.
+    # Without SETTLED nothing shows that the last writer of the states, an earlier call, has ended by now. What comes into the L2 cache
+    # ahead of the wait is the same memory to every writer, so it can be early but never stale.
     if PREFETCH:
         tile = rec_ptr + tl.maximum(slot, 0) * rec_stride + head * (DV * DK) + split * (BLOCK_V * DK)
         _prefetch(tile, BLOCK_V * DK * 4 // LANES, LANES)
-    if EARLY:
+    if EARLY and not SETTLED:
         tl.extra.cuda.gdc_wait()
-    if slot < 0:
-        return
 
+    # A lane of padding reads nothing, and leaves behind the wait: a kernel that ends without one would let the next run ahead.
+    known = tl.where(slot < 0, 0, position)
+    home = tl.maximum(slot, 0)
     head_row = split * BLOCK_V + tl.arange(0, BLOCK_V)
     column = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     rows = _over_rows(head_row, ROW_AXIS)
     columns = _over_columns(column, ROW_AXIS)
-    cell = rec_ptr + slot * rec_stride + head * (DV * DK) + rows * DK + columns
-    state = tl.load(cell, mask=(rows < bound_if(position, DV)) & (columns < DK), other=0.0)
+    cell = rec_ptr + home * rec_stride + head * (DV * DK) + rows * DK + columns
+    state = tl.load(cell, mask=(rows < bound_if(known, DV)) & (columns < DK), other=0.0)
 
     key_head = head // GROUP
-    source = qkv_ptr + lane * qkv_stride
-    ring = conv_ptr + slot * conv_stride
+    ring = conv_ptr + home * conv_stride
     # q and k as one block: twice the work for the threads there are, and half the loads and sums to wait for. It has them along
     # another axis than the state has its rows, so that the compiler does not take one for the layout of the other.
     KIND_AXIS: tl.constexpr = 1 - ROW_AXIS
@@ -166,17 +167,27 @@ def gdn_decode_kernel(
     both = kind * 0 + _over_columns(column, KIND_AXIS)
     qk_channel = (kind * K_HEADS + key_head) * DK + both
     v_channel = 2 * K_HEADS * DK + head * DV + head_row
-    qk_raw, qk = ring_conv(
-        source, ring, weight_ptr, weight_ptr, qk_channel, both, position, tap_stride, channel_stride,
-        C, W, DK, False, ON_GPU,
+    qk_past = ring_past(
+        ring, weight_ptr, weight_ptr, qk_channel, both, known, tap_stride, channel_stride, C, W, DK, False
     )  # fmt: skip
-    v_raw, v = ring_conv(
-        source, ring, weight_ptr, weight_ptr, v_channel, head_row, position, tap_stride, channel_stride,
-        C, W, DV, False, ON_GPU,
+    v_past = ring_past(
+        ring, weight_ptr, weight_ptr, v_channel, head_row, known, tap_stride, channel_stride, C, W, DV, False
     )  # fmt: skip
-    a = tl.load(a_ptr + lane * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
-    b = tl.load(b_ptr + lane * b_stride + head).to(tl.float32)
+    last = weight_ptr + (W - 1) * tap_stride
+    qk_last = tl.load(last + qk_channel * channel_stride, mask=both < DK, other=0.0)
+    v_last = tl.load(last + v_channel * channel_stride, mask=head_row < DV, other=0.0)
     rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if EARLY and SETTLED:
+        tl.extra.cuda.gdc_wait()
+    if slot < 0:
+        return
+
+    source = qkv_ptr + lane * qkv_stride
+    qk_raw, qk = ring_now(source, qk_past, qk_last, qk_channel, both, DK, ON_GPU)
+    v_raw, v = ring_now(source, v_past, v_last, v_channel, head_row, DV, ON_GPU)
+    a = tl.load(a_ptr + lane * a_stride + head).to(tl.float32) + bias
+    b = tl.load(b_ptr + lane * b_stride + head).to(tl.float32)
     whole_row = tl.arange(0, HEAD_V)
     if SPLITS == 1:
         z = tl.load(z_ptr + lane * z_stride + head * DV + head_row, mask=head_row < DV, other=0.0)
@@ -245,8 +256,12 @@ def gdn_decode(
     *,
     config: DecodeConfig | None = None,
     scratch: Scratch | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.gdn_decode.reference.gdn_decode`.
+
+    ``settled`` says that a kernel launched in the ordinary way lies between the last writer of these slots and this call, as the
+    first kernels of a step do: both states may then be read while the kernel before this one still runs.
 
     Columns need stride 1, and a slot of either state is contiguous; rows and slots may have any stride. A ``config`` that
     splits heads needs ``scratch`` reserved for the batch: ``ValueError`` without it.
@@ -255,7 +270,7 @@ def gdn_decode(
     out = torch.empty((batch, heads * dv), dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
-    config = config or pick_config(dv, dk)
+    config = config or pick_config(dv, dk, batch * heads)
     splits = config.splits(dv)
     parts, arrivals = out, slots
     if splits > 1:
@@ -303,7 +318,8 @@ def gdn_decode(
         ROW_AXIS=ROW_AXIS,
         SPLITS=splits,
         LANES=32 * config.num_warps,
-        PREFETCH=early and prefetch_bytes(config, dv, dk) > 0,
+        PREFETCH=early and not settled and prefetch_bytes(config, dv, dk) > 0,
+        SETTLED=settled,
         ON_GPU=qkv.is_cuda,
         EARLY=early,
         launch_pdl=early,

@@ -1,0 +1,298 @@
+"""Two settings, one workload, paired runs in fresh processes: ``python -m freetoken.bench.ab``.
+
+    python -m freetoken.bench.ab --flag FREETOKEN_GDN_FUSED_CONV -- --model-path M --shape 1x1024
+    python -m freetoken.bench.ab --a-args "--attention-backend torch" --b-args "--attention-backend triton" -- --shape 8x64
+
+Pairs of two A runs come first: their spread is the noise that a difference must exceed. Then A and B run in alternating
+order. No figure is given unless B's outputs are equivalent to A's. Arguments behind ``--`` go to the workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from freetoken import environ
+from freetoken.bench import ab_stats, cli, figures, svg
+from freetoken.bench.ab_arm import Arm
+from freetoken.bench.ab_stats import Comparison
+from freetoken.environ import EnvironmentValueError
+from freetoken.errors import FreetokenError, StartupError
+
+WORKLOADS = ("one_batch", "serving", "ops")
+
+
+class NotEquivalentError(FreetokenError):
+    """The outputs of the two arms differ by more than rounding."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One arm: environment names and values, and words added to the model's arguments."""
+
+    name: str
+    environment: dict[str, str]
+    words: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return " ".join([*(f"{k}={v}" for k, v in self.environment.items()), *self.words]) or "as it is"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m freetoken.bench.ab",
+        description="Compare two settings on one workload, with a control.",
+        epilog="Arguments behind -- go to the workload (see its --help).",
+    )
+    add = result.add_argument
+    add("--flag", help="Environment name that the arms differ in.")
+    add("--values", nargs=2, default=["1", "0"], metavar=("A", "B"), help="Its values; default 1 and 0.")
+    add("--a-env", nargs="+", default=[], metavar="NAME=VALUE", help="Environment of A.")
+    add("--b-env", nargs="+", default=[], metavar="NAME=VALUE", help="Environment of B.")
+    add("--a-args", default="", help="Words added to A's model or op arguments, in one string.")
+    add("--b-args", default="", help="Words added to B's model or op arguments, in one string.")
+    add("--workload", choices=WORKLOADS, default="one_batch")
+    add("--server-args", default="", help="With serving: arguments of the server, in one string.")
+    add("--pairs", type=int, default=5, help="Pairs of A and B.")
+    add("--control-pairs", type=int, default=4, help="Pairs of A and A before them.")
+    add("--bound", type=float, help="Largest relative RMS between the arms' logits; default by type and depth.")
+    add("--timeout", type=float, default=1800.0, help="Seconds that one run may take.")
+    add("--label", help="What the workload is, for the figures; default: its arguments.")
+    add("--device", choices=("cuda", "cpu"), help="Whose name the figures bear; default: the GPU where there is one.")
+    add("--output", help="Append the figures as JSON lines.")
+    add("--markdown", help="Write the table to this file.")
+    add("--plot", help="Write a plot of the pairs (SVG) to this file.")
+    add("--disable-tqdm", action="store_true", help="No progress bar.")
+    add("words", nargs="*", help=argparse.SUPPRESS)
+    return result
+
+
+def _environment(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not name:
+            raise StartupError(f"an environment setting must be like NAME=VALUE, not {word!r}")
+        found[name] = value
+    return found
+
+
+def settings(args: argparse.Namespace) -> tuple[Setting, Setting]:
+    """The two arms; :class:`StartupError` or :class:`EnvironmentValueError` for what is no setting."""
+    arms = []
+    for index, name in enumerate("ab"):
+        environment = _environment(getattr(args, f"{name}_env"))
+        if args.flag is not None:
+            environment[args.flag] = args.values[index]
+        for key in environment:
+            if key.startswith("FREETOKEN_"):
+                if key not in {row.name for row in environ.TABLE}:
+                    raise EnvironmentValueError(f"{key} is not a freetoken setting; docs/env.md lists them all")
+                environ.get(key, environment)
+            elif key == args.flag:
+                raise EnvironmentValueError(f"--flag takes a FREETOKEN_ name, not {key!r}")
+        arms.append(Setting(name.upper(), environment, tuple(shlex.split(getattr(args, f"{name}_args")))))
+    return arms[0], arms[1]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse values that cannot work, with :class:`StartupError`."""
+    cli.require_at_least(args, {"pairs": 2, "control_pairs": 2})
+    if args.bound is not None and not args.bound >= 0:
+        raise StartupError(f"--bound must be at least 0, not {args.bound:g}")
+    if args.workload != "serving" and args.server_args:
+        raise StartupError("--server-args belongs to --workload serving")
+    for name in ("output", "markdown", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise StartupError(f"--{name} {path}: its folder does not exist")
+
+
+def run_process(setting: Setting, args: argparse.Namespace) -> Arm:
+    """One run in a fresh process; :class:`StartupError` names the arm and says what its process said last."""
+    words, server_words = list(args.words), args.server_args
+    if args.workload == "serving":
+        server_words = shlex.join([*shlex.split(server_words), *setting.words])
+    else:
+        words += setting.words
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "freetoken.bench.ab_arm", str(result), args.workload, server_words, *words]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | setting.environment, capture_output=True, text=True, timeout=args.timeout
+            )
+        except subprocess.TimeoutExpired:
+            raise StartupError(f"arm {setting.name} ({setting.label}) ran past {args.timeout:g} s") from None
+        if done.returncode != 0 or not result.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            last = (lines or [f"exit status {done.returncode}"])[-1].removeprefix("error: ")
+            raise StartupError(f"arm {setting.name} ({setting.label}) failed: {last}")
+        return Arm(**json.loads(result.read_text(encoding="utf-8")))
+
+
+def score_distance(a: dict[str, float], b: dict[str, float]) -> float:
+    """Relative RMS between two sets of scores over the ids they share, each about its own mean: a shift common to all scores
+    changes no probability. Infinite where they share fewer than two."""
+    common = sorted(a.keys() & b.keys())
+    if len(common) < 2:
+        return float("inf")
+    mean_a, mean_b = (sum(s[i] for i in common) / len(common) for s in (a, b))
+    error = sum(((a[i] - mean_a) - (b[i] - mean_b)) ** 2 for i in common)
+    size = sum((a[i] - mean_a) ** 2 for i in common)
+    return float((error / size) ** 0.5) if size > 0 else float(error > 0) * float("inf")
+
+
+def equivalence(a: Arm, b: Arm, bound: float | None) -> str:
+    """How B's outputs agree with A's, in a clause; :class:`NotEquivalentError` where they do not.
+
+    Ids that are all equal are enough. Otherwise scores are compared wherever both arms had drawn the same ids before.
+    """
+    if a.bound is None:
+        return "each run within its op's bound of the reference"
+    if len(a.outputs) != len(b.outputs):
+        raise NotEquivalentError(f"A gave {len(a.outputs)} outputs and B {len(b.outputs)}")
+    limit = a.bound if bound is None else bound
+    if a.outputs == b.outputs:
+        return "all ids equal"
+    worst, parted = 0.0, 0
+    for ours, theirs, scores_a, scores_b in zip(a.outputs, b.outputs, a.scores, b.scores, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x != y), min(len(ours), len(theirs)))
+        parted += same < max(len(ours), len(theirs))
+        places = [n for n in scores_a if n in scores_b and int(n) <= same]
+        worst = max([worst, *(score_distance(scores_a[n], scores_b[n]) for n in places)])
+    if not worst <= limit:
+        raise NotEquivalentError(f"the arms' logits differ by relative RMS {worst:.3g}, bound {limit:.3g}")
+    return f"{parted} of {len(a.outputs)} outputs part; logits within relative RMS {worst:.2g} (bound {limit:.2g})"
+
+
+Runner = Callable[[Setting], Arm]
+
+
+def experiment(
+    a: Setting, b: Setting, run: Runner, *, pairs: int, control_pairs: int, bound: float | None, progress: bool
+) -> tuple[list[Comparison], str, dict[str, list[list[tuple[float, float]]]]]:
+    """All runs: ``(comparisons, how the outputs agree, metric -> [control pairs, pairs])``.
+
+    A run of each comes first, compared and not timed: it also fills the caches of compiled kernels.
+    """
+    bar = tqdm(total=2 * (1 + pairs + control_pairs), unit="run", disable=not progress, file=sys.stderr)
+
+    def once(setting: Setting) -> Arm:
+        arm = run(setting)
+        bar.update()
+        return arm
+
+    with bar:
+        agreement = equivalence(once(a), once(b), bound)
+        control = [(once(a), once(a)) for _ in range(control_pairs)]
+        measured: list[tuple[Arm, Arm]] = []
+        for index in range(pairs):
+            first, second = (a, b) if index % 2 == 0 else (b, a)
+            left, right = once(first), once(second)
+            measured.append((left, right) if index % 2 == 0 else (right, left))
+            found = equivalence(*measured[-1], bound)
+            agreement = found if found != "all ids equal" else agreement
+    names = [name for name in measured[0][0].metrics if all(name in arm.metrics for pair in measured for arm in pair)]
+    samples = {
+        name: [[(x.metrics[name], y.metrics[name]) for x, y in group] for group in (control, measured)]
+        for name in names
+    }
+    lower = measured[0][0].lower
+    found_all = [ab_stats.compare(name, *samples[name], lower_is_better=lower[name]) for name in names]
+    return found_all, agreement, samples
+
+
+def markdown(a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, label: str) -> str:
+    """The result as a table."""
+    lines = [
+        f"A: `{a.label}`; B: `{b.label}`; {label}. Outputs: {agreement}.",
+        "",
+        "| metric | A | B | B / A (99 % interval) | control A / A | noise floor | B is |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for c in found:
+        lines.append(
+            f"| {c.metric} | {c.a:.4g} | {c.b:.4g} | {c.effect.ratio:.4f} ({c.effect.low:.4f} to {c.effect.high:.4f}) "
+            f"| {c.control.ratio:.4f} | ±{c.floor - 1:.2%} | {c.verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def to_figures(
+    a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, args: argparse.Namespace, label: str
+) -> list[dict[str, Any]]:
+    """One figure a metric."""
+    from freetoken import hardware
+
+    device = args.device or ("cuda" if hardware.probe().usable_gpu else "cpu")
+    return [
+        figures.figure(
+            f"ab {args.workload}",
+            model=label,
+            device=device,
+            a=a.label,
+            b=b.label,
+            metric=c.metric,
+            pairs=args.pairs,
+            control_pairs=args.control_pairs,
+            a_value=c.a,
+            b_value=c.b,
+            ratio=c.effect.ratio,
+            low=c.effect.low,
+            high=c.effect.high,
+            noise=c.floor - 1,
+            outputs=agreement,
+            verdict=c.verdict,
+        )
+        for c in found
+    ]
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the experiment, print the table, write the files that were asked for; nothing is written when it fails."""
+    check(args)
+    a, b = settings(args)
+    label = args.label or " ".join([args.workload, *args.words, args.server_args]).strip()
+    found, agreement, samples = experiment(
+        a,
+        b,
+        lambda setting: run_process(setting, args),
+        pairs=args.pairs,
+        control_pairs=args.control_pairs,
+        bound=args.bound,
+        progress=not args.disable_tqdm,
+    )
+    table = markdown(a, b, found, agreement, label)
+    print(table)
+    if args.markdown:
+        Path(args.markdown).write_text(table, encoding="utf-8")
+    if args.plot:
+        rows = []
+        for c in found:
+            control, pairs = ([y / x for x, y in group] for group in samples[c.metric])
+            rows.append(svg.PairRow(c.metric, control, pairs, c.floor))
+        Path(args.plot).write_text(svg.pair_plot(rows, f"{b.label} against {a.label}"), encoding="utf-8")
+    return to_figures(a, b, found, agreement, args, label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command-line entry; 1 and one sentence when there is no result."""
+    return cli.entry(parser().parse_args(argv), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""One run of one arm of an experiment, in a process of its own (started by :mod:`freetoken.bench.ab`).
+
+Writes one JSON object: ``metrics`` (milliseconds or tokens a second by name), ``lower`` (whether lower is better, by name),
+``outputs`` (drawn ids by request), ``scores`` (by request, then by output index: scores by token id) and ``bound`` (relative
+RMS that scores of an equivalent arm may differ by; ``null`` where outputs were checked by the workload itself).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetoken.bench import one_batch, ops, serving
+from freetoken.environ import EnvironmentValueError
+from freetoken.errors import FreetokenError, StartupError
+from freetoken.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from freetoken.runner.model_runner import ModelRunner
+
+KEPT_REQUESTS, KEPT_OUTPUTS, KEPT_SCORES = 4, 8, 256
+PROBES, PROBE_TOKENS, PROBE_PROMPT = 4, 24, 48
+RELATIVE_RMS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+"""Bound of a single op, as in :data:`freetoken.kernels.checking.RELATIVE_RMS`, by name and without torch."""
+
+
+def score_bound(model: ModelConfig, dtype: str) -> float:
+    """Relative RMS that logits of equivalent arms stay below: an op's bound, once for each of two blocks a layer, added as
+    independent errors add."""
+    return RELATIVE_RMS[dtype] * math.sqrt(2 * model.num_layers)
+
+
+@dataclass
+class Arm:
+    """What a run reports."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    lower: dict[str, bool] = field(default_factory=dict)
+    outputs: list[list[int]] = field(default_factory=list)
+    scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    bound: float | None = None
+
+    def add(self, name: str, value: float, *, lower: bool) -> None:
+        """One metric."""
+        self.metrics[name], self.lower[name] = value, lower
+
+
+class Recorder:
+    """Stands before a runner's sampler and keeps the largest logits of the first requests and outputs.
+
+    Rows arrive in the order of the requests, first those that end a prompt, then one a request and decode step.
+    """
+
+    def __init__(self, runner: ModelRunner, requests: int) -> None:
+        self.requests = requests
+        self.seen = 0
+        self.scores: list[dict[str, dict[str, float]]] = [{} for _ in range(min(requests, KEPT_REQUESTS))]
+        self._sampler = runner.sampler
+        self._sample = runner.sampler.sample
+        self._sampler.sample = self.sample  # type: ignore[method-assign]
+
+    def sample(self, logits: torch.Tensor, plan: Any) -> Any:
+        """As the sampler's own."""
+        for row in range(logits.shape[0]):
+            output, request = divmod(self.seen, self.requests)
+            self.seen += 1
+            if request < len(self.scores) and output < KEPT_OUTPUTS:
+                values, ids = logits[row].float().topk(min(KEPT_SCORES, logits.shape[1]))
+                self.scores[request][str(output)] = {
+                    str(i): v for i, v in zip(ids.tolist(), values.tolist(), strict=True)
+                }
+        return self._sample(logits, plan)
+
+    def stop(self) -> None:
+        """Give the sampler back."""
+        self._sampler.sample = self._sample  # type: ignore[method-assign]
+
+
+def run_one_batch(words: Sequence[str]) -> Arm:
+    """Prefill and decode milliseconds of every shape; the uncounted first run of each is the one recorded."""
+    from freetoken.runner.model_runner import ModelRunner
+    from freetoken.startup import prepare
+
+    args = one_batch.parser().parse_args(words)
+    one_batch.check(args)
+    config, _ = prepare(one_batch.server_args(args))
+    runner = ModelRunner(config, lambda *_: None)
+    arm = Arm(bound=score_bound(config.model, config.dtype))
+    for requests, length in one_batch.shapes(args):
+        timings = []
+        for seed in range(args.repeats + 1):
+            recorder = Recorder(runner, requests) if seed == 0 else None
+            prompts = one_batch.random_ids(config, requests, length, seed)
+            timing = one_batch.BatchDriver(runner, config, prompts, args.output_len).run()
+            if recorder is not None:
+                recorder.stop()
+                arm.scores += recorder.scores
+                arm.outputs += timing.outputs[:KEPT_REQUESTS]
+            else:
+                timings.append(timing)
+        shape = f"{requests}x{length}"
+        arm.add(f"prefill {shape}, ms", statistics.median(t.prefill_s for t in timings) * 1e3, lower=True)
+        arm.add(f"decode {shape}, ms", one_batch.median_run(timings).step_s * 1e3, lower=True)
+    return arm
+
+
+def run_ops(words: Sequence[str]) -> Arm:
+    """Microseconds of every case; the benchmark itself has compared each with its reference."""
+    arm = Arm()
+    for figure in ops.run(ops.parser().parse_args(words)):
+        shape = ", ".join(
+            f"{k} {v}" for k, v in figure.items() if isinstance(v, int) and k not in ("us", "roof", "share")
+        )
+        arm.add(f"{figure['what']} {shape}, us", figure["us"], lower=True)
+    return arm
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_healthy(server: subprocess.Popen[bytes], base: str, seconds: float = 900.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise StartupError(f"the server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{base}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise StartupError(f"the server was not ready within {seconds:.0f} s")
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return json.load(response)
+    except OSError as error:
+        raise StartupError(f"{url}: {error}") from None
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.load(response)
+
+
+def _probe(arm: Arm, base: str, vocab: int) -> None:
+    """Greedy answers to fixed random prompts, one at a time, with the scores of the best ids at each place."""
+    rng = random.Random(0)
+    for _ in range(PROBES):
+        ids = [rng.randrange(vocab) for _ in range(PROBE_PROMPT)]
+        sampling = {"max_new_tokens": PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20}
+        answer = _post(f"{base}/generate", body)
+        arm.outputs.append(answer["output_ids"])
+        places = answer["meta_info"]["output_top_logprobs"]
+        arm.scores.append({str(n): {str(i): v for v, i, *_ in place} for n, place in enumerate(places)})
+
+
+def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
+    """Rates and latencies of a server started for this run."""
+    from freetoken.server_args import ServerArgs
+    from freetoken.server_args import parser as server_parser
+    from freetoken.startup import prepare
+
+    port = _free_port()
+    base = f"http://127.0.0.1:{port}"
+    given = server_parser().parse_args(server_words)
+    config, _ = prepare(ServerArgs(**vars(given)))
+    args = serving.parser().parse_args([*words, "--port", str(port), "--disable-tqdm"])
+    command = [sys.executable, "-m", "freetoken.launch_server", *server_words, "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        _wait_healthy(server, base)
+        figure = asyncio.run(serving.run(args))
+        if figure["failed"]:
+            raise StartupError(f"{figure['failed']} requests failed")
+        arm = Arm(bound=score_bound(config.model, config.dtype))
+        _probe(arm, base, config.sample_vocab)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+    arm.add("output tok/s", figure["output_tok_s"], lower=False)
+    if figure["decode_tok_s"] is not None:
+        arm.add("decode tok/s", figure["decode_tok_s"], lower=False)
+    for name in ("ttft_ms", "tpot_ms"):
+        if figure.get(name, {}).get("median") is not None:
+            arm.add(f"median {name.removesuffix('_ms')}, ms", figure[name]["median"], lower=True)
+    return arm
+
+
+def run(workload: str, words: Sequence[str], server_words: Sequence[str]) -> Arm:
+    """The run of ``workload``: ``one_batch``, ``ops`` or ``serving``."""
+    if workload == "one_batch":
+        return run_one_batch(words)
+    if workload == "ops":
+        return run_ops(words)
+    return run_serving(words, server_words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RESULT WORKLOAD SERVER_WORDS WORD...``: run and write ``RESULT``; 1 and one sentence when it cannot work."""
+    result, workload, server_words, *words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arm = run(workload, words, shlex.split(server_words))
+    except (FreetokenError, EnvironmentValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    Path(result).write_text(json.dumps(vars(arm)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

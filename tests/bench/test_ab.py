@@ -1,0 +1,170 @@
+"""Paired experiments: statistics, equivalence, whole runs with a slowed and a wrong arm, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_tiny_model import make_tiny_model
+
+from freetoken.bench import ab, ab_stats, figures
+from freetoken.bench.ab import NotEquivalentError, Setting, equivalence, experiment, score_distance
+from freetoken.bench.ab_arm import Arm
+
+ARMS = Path(__file__).parent / "arms"
+PACKAGE = Path(ab.__file__).parents[2]
+
+
+def noisy(rng: random.Random, factor: float = 1.0, spread: float = 0.03) -> Arm:
+    """A run of 10 ms with noise, drift left out: ids that every arm draws."""
+    return Arm({"decode, ms": 10 * factor * math.exp(rng.gauss(0, spread))}, {"decode, ms": True}, [[1, 2]], [{}], 0.1)
+
+
+def verdict(seed: int, factor: float, **counts: int) -> str:
+    rng = random.Random(seed)
+    a, b = Setting("A", {}, ()), Setting("B", {}, ())
+    run = {"A": lambda: noisy(rng), "B": lambda: noisy(rng, factor)}
+    counts = {"pairs": 5, "control_pairs": 4} | counts
+    (found,), agreement, _ = experiment(a, b, lambda s: run[s.name](), bound=None, progress=False, **counts)
+    assert agreement == "all ids equal"
+    return found.verdict
+
+
+def test_two_runs_of_the_same_are_not_told_apart() -> None:
+    assert sum(verdict(seed, 1.0) == "not resolved" for seed in range(200)) >= 190
+
+
+def test_a_large_difference_is() -> None:
+    assert [verdict(seed, 1.5, pairs=8, control_pairs=8) for seed in range(20)].count("slower") >= 19
+    assert [verdict(seed, 1 / 1.5, pairs=8, control_pairs=8) for seed in range(20)].count("faster") >= 19
+    rates = [(100.0, 150.0), (100.5, 151.0), (99.0, 149.0)]
+    control = [(100.0, 100.1), (100.0, 99.9), (99.9, 100.0)]
+    assert ab_stats.compare("tok/s", control, rates, lower_is_better=False).verdict == "faster"
+    assert ab_stats.compare("ms", control, rates, lower_is_better=True).verdict == "slower"
+
+
+def test_intervals_against_known_values() -> None:
+    found = ab_stats.interval([math.e, math.e**2, math.e**3])
+    # Logarithms 1, 2, 3: mean 2, standard error 1 / sqrt(3), t of 2 degrees 9.925.
+    assert found.ratio == pytest.approx(math.e**2)
+    assert math.log(found.high) == pytest.approx(2 + 9.925 / math.sqrt(3))
+    for bad in ([1.0], [1.0, 0.0], [1.0, math.nan], []):
+        with pytest.raises(ValueError, match="two or more positive"):
+            ab_stats.interval(bad)
+
+
+def test_order_alternates_and_controls_come_first() -> None:
+    rng, calls = random.Random(0), []
+
+    def run(setting: Setting) -> Arm:
+        calls.append(setting.name)
+        return noisy(rng)
+
+    a, b = Setting("A", {}, ()), Setting("B", {}, ())
+    experiment(a, b, run, pairs=3, control_pairs=2, bound=None, progress=False)
+    assert "".join(calls) == "AB" + "AAAA" + "AB" + "BA" + "AB"
+
+
+def arm(outputs: list[list[int]], scores: list[dict[str, dict[str, float]]], bound: float | None = 0.1) -> Arm:
+    return Arm({}, {}, outputs, scores, bound)
+
+
+def test_equivalence() -> None:
+    place = {"5": 2.0, "6": 1.9, "7": -1.0, "8": -2.9}
+    near = {"5": 2.90, "6": 2.95, "7": 0.0, "8": -1.9}
+    far = {"5": -2.0, "6": 1.9, "7": 1.0, "8": 0.0}
+    assert score_distance(place, {k: v + 3 for k, v in place.items()}) == pytest.approx(0, abs=1e-12)
+    assert score_distance(place, {"5": 1.0}) == math.inf
+    same = arm([[5, 1]], [{"0": place}])
+    assert equivalence(same, arm([[5, 1]], [{"0": far}]), None) == "all ids equal"
+    assert "1 of 1 outputs part" in equivalence(same, arm([[6, 1]], [{"0": near}]), None)
+    with pytest.raises(NotEquivalentError, match=r"relative RMS .* bound 0\.001"):
+        equivalence(same, arm([[6, 1]], [{"0": near}]), 0.001)
+    with pytest.raises(NotEquivalentError, match=r"bound 0\.1"):
+        equivalence(same, arm([[6, 1]], [{"0": far}]), None)
+    # Places behind the first difference have different histories and say nothing.
+    later = [{"0": place, "1": place}], [{"0": near, "1": far}]
+    assert "part" in equivalence(arm([[5, 1]], later[0]), arm([[6, 1]], later[1]), None)
+    assert "reference" in equivalence(arm([], [], None), arm([], [], None), None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("ab") / "tiny", seed=4)
+
+
+def words(model: Path, arms: str, folder: Path) -> list[str]:
+    """A small experiment whose B finds ``arms`` on its path."""
+    path = os.pathsep.join([str(ARMS / arms), str(PACKAGE)])
+    files = ["--output", str(folder / "o.jsonl"), "--markdown", str(folder / "t.md"), "--plot", str(folder / "p.svg")]
+    own = ["--a-env", f"PYTHONPATH={PACKAGE}", "--b-env", f"PYTHONPATH={path}", "--pairs", "2", "--control-pairs", "2"]
+    run = ["--model-path", str(model), "--shape", "2x9", "--output-len", "12", "--repeats", "1", "--no-roof"]
+    return [*own, *files, "--disable-tqdm", "--", *run]
+
+
+def test_a_slowed_arm_is_measured(model: Path, tmp_path: Path) -> None:
+    assert ab.main(words(model, "slow", tmp_path)) == 0
+    found = {f["metric"]: f for f in figures.read(tmp_path / "o.jsonl")}
+    decode = found["decode 2x9, ms"]
+    # Two pairs leave a wide interval: the verdict needs more of them, the ratio does not.
+    assert decode["ratio"] > 1.5 and decode["b_value"] > decode["a_value"] + 2 and decode["outputs"] == "all ids equal"
+    assert decode["verdict"] in ("slower", "not resolved")
+    assert "| decode 2x9, ms |" in (tmp_path / "t.md").read_text()
+    assert (tmp_path / "p.svg").read_text().count("<circle") == 2 * (2 + 2)
+
+
+def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = words(model, "wrong", tmp_path)
+    assert ab.main(arguments) == 1
+    assert "logits differ by relative RMS" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--flag", "FREETOKEN_NONE"], "FREETOKEN_NONE is not a freetoken setting"),
+        (["--flag", "PATH"], "FREETOKEN_ name"),
+        (["--flag", "FREETOKEN_FUSED_NORM", "--values", "1", "2"], "use 1, 0 or check"),
+        (["--a-env", "X"], "NAME=VALUE"),
+        (["--pairs", "1"], "--pairs must be at least 2"),
+        (["--server-args", "--port 1"], "--workload serving"),
+        (["--output", "/nowhere/at/all.jsonl"], "folder does not exist"),
+        (["--pairs", "2", "--", "--model-path", "/nowhere"], "arm A (as it is) failed: model path /nowhere does not"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ab.main(["--disable-tqdm", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_one_arm_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(1)
+    real: Any = ab.run_process
+
+    def run(setting: Setting, args: Any) -> Arm:
+        return noisy(rng) if setting.name == "A" else real(setting, args)
+
+    monkeypatch.setattr(ab, "run_process", run)
+    missing = ["--b-args", "--model-path /nowhere", "--disable-tqdm", "--", "--shape", "1x4"]
+    assert ab.main(missing) == 1
+    assert "arm B (--model-path /nowhere) failed: model path /nowhere does not exist" in capsys.readouterr().err
+
+
+def test_an_arm_writes_only_whole_results(model: Path, tmp_path: Path) -> None:
+    from freetoken.bench import ab_arm
+
+    result = tmp_path / "r.json"
+    run = ["--model-path", str(model), "--shape", "5x3", "--output-len", "6", "--repeats", "1", "--no-roof"]
+    assert ab_arm.main([str(result), "one_batch", "", *run]) == 0
+    found = json.loads(result.read_text())
+    assert len(found["outputs"]) == 4 and all(len(ids) == 6 for ids in found["outputs"])
+    for ids, scores in zip(found["outputs"], found["scores"], strict=True):
+        for place, values in scores.items():
+            assert int(max(values, key=values.get)) == ids[int(place)]
