@@ -70,11 +70,15 @@ def read_table(path: Path) -> dict[tuple[int, int, int], PQ2Config]:
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["settings"]
         found = {(row.pop("n"), row.pop("k"), row.pop("tokens")): PQ2Config(**row) for row in rows}
+        wrong = [
+            (key, config)
+            for key, config in found.items()
+            if key[2] not in CLASSES or not config.legal(key[1]) or (config.kind == "single") != (key[2] == 1)
+        ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TableError(f"{path}: not a table of settings: {error!r}") from None
-    for (n, k, tokens), config in found.items():
-        if not config.legal(k) or (config.kind == "single") != (tokens == 1):
-            raise TableError(f"{path}: {config} cannot run {tokens} tokens of {n} by {k}")
+    if wrong:
+        raise TableError(f"{path}: settings that cannot run: {wrong[0]}")
     return found
 
 
@@ -111,11 +115,11 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
             lanes //= 2
         per_thread = 4 if n >= 8192 else 2
         config = PQ2Config("single", max(1, per_thread * 64 // lanes), 1, 2, lanes)
-        return _with_ahead(config, k, 8 // per_thread)
+        return _with_ahead(config, k, 2 if per_thread == 4 else 3)
     warps = 4 if n >= 8192 else 8
     while warps > 1 and warps > k // BLOCK:
         warps //= 2
-    return _with_ahead(PQ2Config("fragments", TILE, 1, warps), k, 4 if m <= 8 else 2)
+    return _with_ahead(PQ2Config("fragments", TILE, 1, warps), k, 3 if m <= 8 else 2)
 
 
 def _with_ahead(config: PQ2Config, k: int, ahead: int) -> PQ2Config:
