@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.pq2_gemv import QuantisedActivation
+from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation
 
 if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case, Sizes, Tensors
@@ -137,23 +137,24 @@ def products(form: str) -> Callable[[str, Sizes], list[Case]]:
     """The rows of one form of ``pq2_gemm``."""
 
     def rows(device: str, sizes: Sizes) -> list[Case]:
-        return [
-            _product(form, device, sizes, tokens, n, k)
-            for n, k in sizes.packed_shapes
-            if n < HEAD_ROWS
-            for tokens in sizes.packed_prompts
-        ]
+        from freetoken.bench.pq2 import random_weight
+
+        cases = []
+        for n, k in sizes.packed_shapes:
+            if n < HEAD_ROWS:
+                weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
+                cases += [_product(form, device, sizes, tokens, weights) for tokens in sizes.packed_prompts]
+        return cases
 
     return rows
 
 
-def _product(form: str, device: str, sizes: Sizes, tokens: int, n: int, k: int) -> Case:
+def _product(form: str, device: str, sizes: Sizes, tokens: int, weights: list[PQ2Weight]) -> Case:
     from freetoken.bench.op_rows import Case
-    from freetoken.bench.pq2 import random_weight
     from freetoken.kernels.pq2_gemm import PQ2Gemm
     from freetoken.kernels.pq2_gemv.activation import quantise_reference
 
-    weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
+    n, k = weights[0].out_features, weights[0].in_features
     x = torch.randn(tokens, k, device=device).to(sizes.dtype if sizes.dtype != torch.float32 else torch.float16)
     activation: Any = quantise_reference(x, GROUP) if form == "int8" else x
     out_dtype = x.dtype if form == "dense" else sizes.dtype
