@@ -10,7 +10,7 @@ from freetoken.kernels.pq2_gemm import GemmConfig, pick_config
 
 MODULE = "freetoken.kernels.pq2_gemm.triton"
 WEIGHT = {"codes_ptr": "*u8", "w_scales_ptr": "*fp16"}
-OUTPUT = {"out_ptr": "*bf16", "parts_ptr": "*fp32", "arrivals_ptr": "*i32", "m": "i32"}
+OUTPUT = {"out_ptr": "*bf16", "parts_ptr": "*fp32", "arrivals_ptr": "*i32", "m": "i32", "n": "i32"}
 
 
 def case(form: str, n: int, k: int, m: int, group: int = 128, early: bool = False) -> KernelCase:
@@ -20,7 +20,6 @@ def case(form: str, n: int, k: int, m: int, group: int = 128, early: bool = Fals
     shape = {"GROUP_X": group, "GROUP": gcd(group, 128)} if form == "int8" else {"BLOCK_K": 64}
     constexprs = {
         **shape,
-        "N": n,
         "K": k,
         "GROUP_W": 128,
         "BLOCK_N": config.block_n,
@@ -37,6 +36,7 @@ def case(form: str, n: int, k: int, m: int, group: int = 128, early: bool = Fals
         constexprs,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
         first_arch=90 if early else 0,
+        divisible=("n",),
     )
 
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from poison import DEVICE, choice, poisoned_outputs
 
 from freetoken.environ import EnvironmentValueError
+from freetoken.kernels import pq2_gemv
 from freetoken.kernels.checking import KernelCheckError, relative_rms
-from freetoken.kernels.pq2_gemm import GemmConfig, PQ2Gemm, candidates, m_class, pick_config, pick_form, triton
+from freetoken.kernels.pq2_gemm import (
+    DenseConfig,
+    GemmConfig,
+    PQ2Gemm,
+    candidates,
+    default_config,
+    m_class,
+    pick_config,
+    pick_form,
+    pick_slice,
+    slice_candidates,
+    triton,
+)
 from freetoken.kernels.pq2_gemm import config as settings
-from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation, reference
+from freetoken.kernels.pq2_gemv import PQ2Product, PQ2Weight, QuantisedActivation, group_for, pq2_linear, reference
 from freetoken.kernels.pq2_gemv.activation import quantise_reference
 
 SMALL = GemmConfig(64, 32, num_stages=2)
@@ -75,7 +89,7 @@ def test_one_group_is_exact() -> None:
 @pytest.mark.parametrize(("m", "n", "k", "group"), [(19, 70, 384, 128), (33, 257, 128, 64)])
 def test_floats(form: str, m: int, n: int, k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of(n, k, group), torch.randn(m, k, device=DEVICE).half()
-    monkeypatch.setattr(triton, "slice_rows", lambda n, most: 100)
+    monkeypatch.setattr(triton, "pick_slice", lambda *shape: DenseConfig(100))
     monkeypatch.setattr(triton, "pick_config", lambda *shape: GemmConfig(64, 32, num_stages=2, split_k=2))
     with poisoned_outputs(monkeypatch):
         out = fused(form).linear(x, weight, torch.float16)
@@ -154,7 +168,7 @@ def test_refusals() -> None:
         fused("float").linear(torch.zeros(2, 256).half(), weight_of(4, 128), torch.float16)
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings() -> None:
     shapes = [(34816, 5120), (5120, 17408), (16384, 5120), (14336, 5120), (5120, 6144), (64, 128)]
     for form in ("int8", "float"):
         for n, k in shapes:
@@ -165,13 +179,58 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert found[0] == config and all(each.fits_scratch(m, n) for each in found)
     assert [m_class(m) for m in (17, 33, 4096, 9999)] == [32, 64, 4096, 4096]
     assert pick_form(17) == "int8" and pick_form(4096) == "dense"
-    monkeypatch.setitem(settings.DENSE_FROM, (9, 0), 100)
-    assert pick_form(100, (9, 0)) == "dense" and pick_form(99, (9, 0)) == "int8"
-    monkeypatch.setitem(settings.CONFIGS, (9, 0), {("int8", 64, 128, 32): SMALL})
-    assert pick_config("int8", 64, 128, 20, (9, 0)) == SMALL != pick_config("int8", 64, 128, 20)
 
 
-def test_slices_are_even_and_fit() -> None:
-    for n, most in ((34816, 3276), (5120, 963), (100, 4096), (7, 3), (16384, 3276)):
-        rows = triton.slice_rows(n, most)
-        assert 0 < rows <= max(most, 1) and -(-n // rows) == -(-n // most)
+def test_measured_settings_are_read_and_bad_tables_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(settings, "TABLES", tmp_path)
+    path = settings.table_path((9, 7))
+    found = {("int8", 64, 128, 32): SMALL, ("float", 64, 128, 64): GemmConfig(128, 64)}
+    table = settings.Table(100, {**found, ("dense", 64, 128, 64): DenseConfig(32)})
+    settings.write_table(path, "A card", table)
+    assert settings.read_table(path) == table
+    assert pick_form(100, (9, 7)) == "dense" and pick_form(99, (9, 7)) == "int8"
+    assert pick_config("int8", 64, 128, 20, (9, 7)) == SMALL != pick_config("int8", 64, 128, 20)
+    assert pick_config("int8", 64, 128, 40, (9, 7)) == default_config("int8", 64, 128, 40)
+    assert pick_slice(64, 128, 64, (9, 7)) == DenseConfig(32) and pick_slice(64, 128, 64) == DenseConfig(256)
+    text = path.read_text()
+    for old, new in (
+        ('"dense_from": 100', '"dense_from": "many"'),
+        ('"int8"', '"int4"'),
+        ('"block_n": 64', '"block_n": 63'),
+        ('"rows": 32', '"rows": 100000000'),
+        ('"split_k"', '"split"'),
+        ("{", "["),
+    ):
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(settings.TableError, match=r"sm_97\.json"):
+            settings.read_table(path)
+
+
+def test_slices_fit_and_are_even() -> None:
+    for n, k in ((34816, 5120), (5120, 17408), (16384, 5120), (100, 128), (7, 2**24)):
+        found = slice_candidates(n, k, 4096)
+        assert found[0] == pick_slice(n, k, 4096)
+        for config in found:
+            assert config.fits_scratch(k) and (config.rows % 256 == 0 or n < 256)
+    assert pick_slice(34816, 5120, 4096).rows == 17408 and pick_slice(5120, 17408, 4096).rows == 5120
+    with pytest.raises(ValueError, match="larger than the scratch memory"):
+        triton.dense_linear(torch.zeros(1, 128).half(), weight_of(4, 128), torch.empty(1, 4).half(), DenseConfig(2**20))
+
+
+def test_the_public_call_takes_many_tokens_and_floats_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of(66, 128), torch.randn(20, 128, device=DEVICE)
+    chosen = (choice("pq2_gemv", "triton"), choice("pq2_single", "triton"), fused("auto"))
+    monkeypatch.setattr(pq2_gemv, "_product", lambda device: PQ2Product(*chosen))
+    called: list[int] = []
+    plain = triton.int8_linear
+    monkeypatch.setattr(triton, "int8_linear", lambda *rest: called.append(rest[0].tokens) or plain(*rest))
+    for tokens in (16, 17, 20):
+        activation = quantise_reference(x[:tokens], 128)
+        y = pq2_linear(activation, weight, torch.float32)
+        assert relative_rms(y, reference.linear(activation, weight, torch.float32)) < 1e-6
+    assert called == [17, 20]
+    halves = pq2_linear(x[:2].half(), weight, torch.float16)
+    assert relative_rms(halves, reference.float_linear(x[:2].half(), weight, torch.float16)) < 1e-3
+    where = torch.device(DEVICE)
+    assert [group_for(tokens, 64, where) for tokens in (1, 16, 17, 4096)] == [64, 64, 64, 0]
+    assert group_for(4096, 0, where) == 0

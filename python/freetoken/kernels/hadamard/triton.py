@@ -168,6 +168,15 @@ def _summed(x_ptr, residual_ptr, place, inside, HAS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
+def _weights(weight_ptr, signs_ptr, column, width, HAS_SIGNS: tl.constexpr):
+    """Norm weights and signs at ``column [TILE]`` as float32; without signs the weights twice."""
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    if HAS_SIGNS:
+        return weight, tl.load(signs_ptr + column, mask=column < width, other=0).to(tl.float32)
+    return weight, weight
+
+
+@triton.jit
 def norm_kernel(
     x_ptr,
     residual_ptr,
@@ -197,6 +206,8 @@ def norm_kernel(
     token = tl.program_id(1).to(tl.int64)
     row = token * width
     first = tl.program_id(0) * TILES
+    # A program of one tile asks for its weights while the kernel before still runs; they are seldom in the cache.
+    weight, signs = _weights(weight_ptr, signs_ptr, first * TILE + lane, width, HAS_SIGNS)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -209,16 +220,15 @@ def norm_kernel(
     for tile in tl.range(first, tl.minimum(first + TILES, ALL)):
         column = tile * TILE + lane
         inside = column < width
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if TILES > 1:
+            weight, signs = _weights(weight_ptr, signs_ptr, column, width, HAS_SIGNS)
         x = _summed(x_ptr, residual_ptr, row + column, inside, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(sum_ptr + row + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
         normal = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
         if PLAIN:
             tl.store(plain_ptr + row + column, normal.to(plain_ptr.dtype.element_ty), mask=inside)
-        if HAS_SIGNS:
-            normal = normal * tl.load(signs_ptr + column, mask=inside, other=0).to(tl.float32)
-        z = _transform(normal, TILE, STEPS, FACTOR)
+        z = _transform(normal * signs if HAS_SIGNS else normal, TILE, STEPS, FACTOR)
         _emit(z, token, tile * TILE, width, values_ptr, scales_ptr, sums_ptr, TILE, GROUP)
 
 

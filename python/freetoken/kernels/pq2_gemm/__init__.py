@@ -8,12 +8,38 @@ from freetoken import environ
 from freetoken.environ import EnvironmentValueError
 from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.pq2_gemm.config import FORMS, Form, GemmConfig, candidates, m_class, pick_config, pick_form
+from freetoken.kernels.pq2_gemm.config import (
+    FORMS,
+    DenseConfig,
+    Form,
+    GemmConfig,
+    candidates,
+    default_config,
+    m_class,
+    pick_config,
+    pick_form,
+    pick_slice,
+    slice_candidates,
+)
 from freetoken.kernels.pq2_gemv import reference
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
-__all__ = ["FORMS", "FORM_NAME", "Form", "GemmConfig", "PQ2Gemm", "candidates", "m_class", "pick_config", "pick_form"]
+__all__ = [
+    "FORMS",
+    "FORM_NAME",
+    "DenseConfig",
+    "Form",
+    "GemmConfig",
+    "PQ2Gemm",
+    "candidates",
+    "default_config",
+    "m_class",
+    "pick_config",
+    "pick_form",
+    "pick_slice",
+    "slice_candidates",
+]
 
 FORM_NAME = "FREETOKEN_PQ2_GEMM_FORM"
 STORAGE = (torch.float16, torch.bfloat16)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.pq2_gemm.config import SLICE_BYTES, SPLIT_CELLS, SPLIT_PROGRAMS, GemmConfig, pick_config
+from freetoken.kernels.pq2_gemm.config import (
+    SLICE_BYTES,
+    SPLIT_CELLS,
+    SPLIT_PROGRAMS,
+    DenseConfig,
+    GemmConfig,
+    pick_config,
+    pick_slice,
+)
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
@@ -94,6 +102,14 @@ def _values(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.const
 
 
 @triton.jit
+def _ask_ahead(pointer):
+    """Bring the lines at ``pointer`` into the L2 cache: weights, before the wait for the kernel that makes the activation."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _finish(
     total,
     out_ptr,
@@ -102,7 +118,7 @@ def _finish(
     row,
     token,
     m,
-    N: tl.constexpr,
+    n,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -122,8 +138,8 @@ def _finish(
                 total += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
     if last:
-        out = out_ptr + token.to(tl.int64)[:, None] * N + row[None, :]
-        inside = (token[:, None] < m) & (row[None, :] < N)
+        out = out_ptr + token.to(tl.int64)[:, None] * n + row[None, :]
+        inside = (token[:, None] < m) & (row[None, :] < n)
         tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=inside)
 
 
@@ -137,7 +153,7 @@ def int8_kernel(
     parts_ptr,
     arrivals_ptr,
     m,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_X: tl.constexpr,
     GROUP_W: tl.constexpr,
@@ -149,16 +165,16 @@ def int8_kernel(
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [m, N]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32.
+    """``out [m, n]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32.
 
-    Grid ``(ceil(m / BLOCK_M), ceil(N / BLOCK_N), SPLIT_K)``; ``GROUP`` is the smaller of both groups. Weights are the left operand:
+    Grid ``(ceil(m / BLOCK_M), ceil(n / BLOCK_N), SPLIT_K)``; ``GROUP`` is the smaller of both groups. Weights are the left operand:
     their rows fill the 64 that a warp group's product has. Rows and tokens past the end repeat the last one.
     """
     STEPS: tl.constexpr = (K // GROUP + SPLIT_K - 1) // SPLIT_K
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
-    row_in = tl.minimum(row, N - 1).to(tl.int64)
+    row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = values_ptr + token_in[:, None] * K + tl.arange(0, GROUP)[None, :]
     w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, GROUP // 4)[None, :]
     x_scale = x_scales_ptr + token_in * (K // GROUP_X)
@@ -168,6 +184,7 @@ def int8_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (GROUP // 4))
         tl.extra.cuda.gdc_wait()
     # Stages are stated here and not only at the launch: then the scales of the tokens are copied ahead, too.
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -177,7 +194,7 @@ def int8_kernel(
         d_x = tl.load(x_scale + step * GROUP // GROUP_X)
         part = tl.dot(_values(codes, BLOCK_N, GROUP, True, ON_GPU), tl.trans(x), out_dtype=tl.int32)
         total += part.to(tl.float32) * (d_w[:, None] * d_x[None, :])
-    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, N, BLOCK_N, BLOCK_M, SPLIT_K)
+    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -189,7 +206,7 @@ def float_kernel(
     parts_ptr,
     arrivals_ptr,
     m,
-    N: tl.constexpr,
+    n,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,13 +217,13 @@ def float_kernel(
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [m, N]`` from float activations ``[m, K]`` and weights rounded to their type; sums are float32. As :func:`int8_kernel`."""
+    """``out [m, n]`` from float activations ``[m, K]`` and weights rounded to their type; sums are float32. As :func:`int8_kernel`."""
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K // BLOCK_K + SPLIT_K - 1) // SPLIT_K
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
-    row_in = tl.minimum(row, N - 1).to(tl.int64)
+    row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = x_ptr + token_in[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, BLOCK_K // 4)[None, :]
     w_scale = w_scales_ptr + row_in * (K // GROUP_W)
@@ -215,6 +232,7 @@ def float_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (BLOCK_K // 4))
         tl.extra.cuda.gdc_wait()
     for step in tl.range(begin, end, num_stages=STAGES):
         codes = tl.load(w_tile + step * (BLOCK_K // 4))
@@ -222,7 +240,7 @@ def float_kernel(
         d_w = tl.load(w_scale + step * BLOCK_K // GROUP_W).to(tl.float32)
         w = _values(codes, BLOCK_N, BLOCK_K, False, ON_GPU).to(tl.float32) * d_w[:, None]
         total = tl.dot(w.to(STORAGE), tl.trans(x), total, input_precision="ieee")
-    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, N, BLOCK_N, BLOCK_M, SPLIT_K)
+    _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
 @triton.jit
@@ -279,7 +297,7 @@ def int8_linear(
         scratch.parts,
         scratch.arrivals,
         m,
-        N=n,
+        n,
         K=k,
         GROUP_X=activation.group,
         GROUP_W=weight.group,
@@ -305,7 +323,7 @@ def float_linear(
         scratch.parts,
         scratch.arrivals,
         m,
-        N=n,
+        n,
         K=k,
         GROUP_W=weight.group,
         BLOCK_K=FLOAT_BLOCK,
@@ -349,23 +367,19 @@ def decode_rows(weight: PQ2Weight, first: int, rows: int, out: torch.Tensor) -> 
     )
 
 
-def dense_linear(x: torch.Tensor, weight: PQ2Weight, out: torch.Tensor) -> torch.Tensor:
+def dense_linear(
+    x: torch.Tensor, weight: PQ2Weight, out: torch.Tensor, config: DenseConfig | None = None
+) -> torch.Tensor:
     """``out [M, N]`` of ``x [M, K]`` in two bytes an element, by slices of weights that are decoded to its type and multiplied by
-    torch; ``out`` has the type of ``x``."""
+    torch; ``out`` has the type of ``x``. ``ValueError`` for a slice that the scratch memory does not hold."""
     n, k = weight.out_features, weight.in_features
+    config = config or pick_slice(n, k, x.shape[0], launch.capability(x.device))
+    if not config.fits_scratch(k):
+        raise ValueError(f"slices of {config.rows} rows of {k} columns are larger than the scratch memory")
     decoded = scratch_of(x.device).decoded.view(x.dtype)
-    rows = slice_rows(n, decoded.numel() // k)
-    for first in range(0, n, rows):
-        count = min(rows, n - first)
+    for first in range(0, n, config.rows):
+        count = min(config.rows, n - first)
         part = decoded[: count * k].view(count, k)
         decode_rows(weight, first, count, part)
         torch.mm(x, part.t(), out=out[:, first : first + count])
     return out
-
-
-def slice_rows(n: int, most: int) -> int:
-    """Rows of a slice: as few slices as ``most`` rows allow, of nearly the same size, which is a multiple of 256 if it can be."""
-    slices = -(-n // most)
-    even = -(-n // slices)
-    rounded = -(-even // 256) * 256
-    return rounded if rounded <= most else even

@@ -63,7 +63,7 @@ class PQ2Product:
         """Quantise ``x [M, K]`` as :mod:`freetoken.kernels.pq2_gemv.activation` states."""
         if not self._fused:
             return quantise_reference(x, group)
-        from freetoken.kernels.pq2_gemv.quantise import quantise as fused
+        from freetoken.kernels.pq2_gemv.quantiser import quantise as fused
 
         done = fused(x, group)
         if self.choice.impl == "check":

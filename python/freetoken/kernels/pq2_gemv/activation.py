@@ -51,6 +51,8 @@ class QuantisedActivation:
             raise ValueError(
                 f"scales of shape {tuple(self.scales.shape)} and sums of shape {tuple(self.sums.shape)}, not {expected}"
             )
+        if not all(part.is_contiguous() for part in (self.values, self.scales, self.sums)):
+            raise ValueError("the parts of an activation are contiguous")
 
     @property
     def tokens(self) -> int:

@@ -70,11 +70,15 @@ def read_table(path: Path) -> dict[tuple[int, int, int], PQ2Config]:
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["settings"]
         found = {(row.pop("n"), row.pop("k"), row.pop("tokens")): PQ2Config(**row) for row in rows}
+        wrong = [
+            (key, config)
+            for key, config in found.items()
+            if key[2] not in CLASSES or not config.legal(key[1]) or (config.kind == "single") != (key[2] == 1)
+        ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TableError(f"{path}: not a table of settings: {error!r}") from None
-    for (n, k, tokens), config in found.items():
-        if not config.legal(k) or (config.kind == "single") != (tokens == 1):
-            raise TableError(f"{path}: {config} cannot run {tokens} tokens of {n} by {k}")
+    if wrong:
+        raise TableError(f"{path}: settings that cannot run: {wrong[0]}")
     return found
 
 
@@ -92,6 +96,11 @@ def _measured(capability: Capability) -> dict[tuple[int, int, int], PQ2Config]:
     return read_table(path) if path.exists() else {}
 
 
+def forget_tables() -> None:
+    """Read tables anew from now on: one was written."""
+    _measured.cache_clear()
+
+
 def pick_config(n: int, k: int, m: int, capability: Capability | None = None) -> PQ2Config:
     """The measured settings of ``m`` (1 to 16) tokens of an ``[n, k]`` weight on a GPU of ``capability``, or a default."""
     found = _measured(capability).get((n, k, m_class(m))) if capability is not None else None
@@ -106,12 +115,11 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
             lanes //= 2
         per_thread = 4 if n >= 8192 else 2
         config = PQ2Config("single", max(1, per_thread * 64 // lanes), 1, 2, lanes)
-        return _with_ahead(config, k, 12 // per_thread)
+        return _with_ahead(config, k, 2 if per_thread == 4 else 3)
     warps = 4 if n >= 8192 else 8
     while warps > 1 and warps > k // BLOCK:
         warps //= 2
-    tiles = 2 if n >= 8192 else 1
-    return _with_ahead(PQ2Config("fragments", TILE * tiles, 1, warps), k, 6 // tiles)
+    return _with_ahead(PQ2Config("fragments", TILE, 1, warps), k, 3 if m <= 8 else 2)
 
 
 def _with_ahead(config: PQ2Config, k: int, ahead: int) -> PQ2Config:
@@ -135,29 +143,30 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
 def _thread_candidates(kind: Kind, n: int, k: int, m: int) -> Iterable[PQ2Config]:
     for lanes in (8, 16, 32):
         for warps in (1, 2, 4):
-            for per_thread in (1, 2, 4, 8):
+            for per_thread in (1, 2, 4, 8) if warps == 1 else (2, 4):
                 rows = per_thread * 32 * warps // lanes
                 steps = PQ2Config(kind, rows, 1, warps, lanes).steps(k)
                 wasted = steps * lanes * PIECE > 1.25 * k
                 if wasted or n < 4 * rows:
                     continue
-                for ahead in _depths(steps, (1, 2, 3, 4, 6)):
-                    if 4 <= per_thread * ahead <= 22 - 4 * (m - 1):
+                for ahead in _depths(steps):
+                    if 4 <= per_thread * ahead <= 20 - 4 * (m - 1):
                         yield PQ2Config(kind, rows, ahead, warps, lanes)
 
 
 def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
-    for warps in (1, 2, 4, 8, 16):
-        for tiles in (1, 2, 4):
+    for warps in (2, 4, 8):
+        for tiles in (1, 2):
             steps = PQ2Config("fragments", TILE * tiles, 1, warps).steps(k)
             wasted = steps * warps * BLOCK > 1.25 * k
             if wasted or n < 4 * TILE * tiles:
                 continue
-            for ahead in _depths(steps, (1, 2, 3, 4, 6)):
-                if 2 <= tiles * ahead <= (16 if m <= 8 else 12):
+            for ahead in _depths(steps):
+                if tiles * ahead <= 8:
                     yield PQ2Config("fragments", TILE * tiles, ahead, warps)
 
 
-def _depths(steps: int, wanted: tuple[int, ...]) -> list[int]:
-    """Numbers of steps ahead: those wanted that there are, and all of them where these are few."""
-    return sorted({depth for depth in (*wanted, steps) if depth <= steps})
+def _depths(steps: int) -> list[int]:
+    """Numbers of steps to be ahead by: two, four and six, and all steps where these are few."""
+    wanted = {2, 4, 6, *((steps,) if steps <= 6 else ())}
+    return sorted(depth for depth in wanted if depth <= steps)

@@ -17,7 +17,8 @@ class PQ2Weight:
 
     ``codes`` is uint8 ``[N, K/4]`` in the order of the file: element j of a row is in byte ``j // 4``, in bits ``2 * (j % 4)``
     and the next. ``scales`` is float16 ``[N, K/group]``, one for ``group`` (64 or 128) neighbours along K. Both planes are
-    contiguous, so joining projections is joining rows. ``ValueError`` for planes that do not fit each other.
+    contiguous, so joining projections is joining rows; on a GPU codes begin at a multiple of 16 bytes. ``ValueError`` for planes that
+    do not fit each other.
     """
 
     codes: torch.Tensor
@@ -40,6 +41,9 @@ class PQ2Weight:
             raise ValueError("the planes of a weight are contiguous")
         if self.codes.device != self.scales.device:
             raise ValueError(f"codes on {self.codes.device}, scales on {self.scales.device}")
+
+        if self.codes.is_cuda and self.codes.data_ptr() % 16 != 0:
+            raise ValueError("the codes of a weight on a GPU begin at a multiple of 16 bytes")
 
     @property
     def out_features(self) -> int:
