@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_bytes import array, container, pair, row, string
 from make_tiny_model import make_tiny_model
 
 from freetoken.errors import StartupError
@@ -20,37 +21,6 @@ from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.gguf import PRIVATE_IDS, TENSOR_TYPES, GGUFFile
 from freetoken.loader.stream import stream_tensors
 from freetoken.loader.tokenizer import load_tokenizer
-
-
-def string(text: str | bytes) -> bytes:
-    data = text.encode() if isinstance(text, str) else text
-    return struct.pack("<Q", len(data)) + data
-
-
-def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
-    return string(key) + struct.pack("<I", kind) + value
-
-
-def array(kind: int, count: int, values: bytes) -> bytes:
-    return struct.pack("<IQ", kind, count) + values
-
-
-def row(name: str | bytes, dims: list[int], kind: int, offset: int) -> bytes:
-    return string(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}QIQ", *dims, kind, offset)
-
-
-def container(
-    pairs: list[bytes],
-    rows: list[bytes],
-    data: bytes = b"",
-    *,
-    version: int = 3,
-    counts: tuple[int, int] | None = None,
-    align: int = 32,
-) -> bytes:
-    tensors, keys = counts or (len(rows), len(pairs))
-    head = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(pairs) + b"".join(rows)
-    return head + bytes(-len(head) % align) + data
 
 
 def opened(tmp_path: Path, data: bytes) -> GGUFFile:

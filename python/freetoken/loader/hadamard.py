@@ -76,7 +76,7 @@ def read_hadamard(file: GGUFFile) -> Hadamard | None:
         if keys.string(key) not in wanted:
             keys.fail(key, f"is {keys.string(key)[:60]!r}; {' and '.join(wanted)} are served")
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         keys.fail("version", f"is there, but rotated weights of architecture {str(architecture)[:40]!r} are not served")
     rotated = _rotated(keys)
     inverse = _inverse(keys, tied, HEAD in file.tensors)
