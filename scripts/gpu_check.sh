@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about eight minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures.
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
