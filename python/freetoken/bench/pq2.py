@@ -227,10 +227,10 @@ class Tuning:
                     times[config] = alone_us(config, weights, activation, expected)
             best = [config for config in sorted(times, key=lambda c: times[c]) if times[config] < float("inf")]
             ranked[shape] = best[: self.keep] or candidates(n, k, tokens)[:1]
-            for config in best[: self.keep]:
-                self.log.append(self._figure("pq2 tuning alone", tokens, shape, config, us=times[config]))
             if best:
                 gb_s = weights[0].nbytes / times[best[0]] / 1e3
+                own = {key: value for key, value in vars(best[0]).items() if value}
+                self._log("pq2 tuned alone", tokens=tokens, n=n, k=k, **own, us=times[best[0]], gb_s=gb_s)
                 print(
                     f"  {tokens:2} tokens {n:6} x {k:5} alone {times[best[0]]:7.2f} us {gb_s:6.0f} GB/s {best[0]}",
                     flush=True,
@@ -242,6 +242,7 @@ class Tuning:
         settings = {shape: configs[0] for shape, configs in ranked.items()}
         best = self.chain.ms(tokens, settings)
         print(f"  {tokens:2} tokens: chain {best:.3f} ms with the best of each alone", flush=True)
+        self._log("pq2 tuning", tokens=tokens, settings="best of each alone", ms=best)
         for _round in range(rounds):
             before = dict(settings)
             for shape in sorted(SHAPES, key=lambda s: -s[0] * s[1]):
@@ -249,18 +250,17 @@ class Tuning:
                     if config == settings[shape] or self.late():
                         continue
                     ms = self.chain.ms(tokens, {**settings, shape: config})
-                    self.log.append(self._figure("pq2 tuning chain", tokens, shape, config, ms=ms))
                     if ms < NOTICEABLE * best:
                         best, settings[shape] = ms, config
             if settings == before:
                 break
         print(f"  {tokens:2} tokens: chain {best:.3f} ms tuned in it", flush=True)
+        self._log("pq2 tuning", tokens=tokens, settings="tuned in the chain", ms=best)
         self.found |= {(n, k, tokens): config for (n, k), config in settings.items()}
         return best
 
-    def _figure(self, what: str, tokens: int, shape: Shape, config: PQ2Config, **values: float) -> dict[str, Any]:
-        own = {key: value for key, value in vars(config).items() if value}
-        return figures.figure(what, model=MODEL, device="cuda", tokens=tokens, n=shape[0], k=shape[1], **own, **values)
+    def _log(self, what: str, **values: Any) -> None:
+        self.log.append(figures.figure(what, model=MODEL, device="cuda", **values))
 
 
 def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str, Any]]:
