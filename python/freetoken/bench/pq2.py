@@ -203,6 +203,7 @@ class Tuning:
 
     chain: Chain
     deadline: float
+    capability: tuple[int, int] | None = None
     keep: int = 4
     found: dict[tuple[int, int, int], PQ2Config] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -222,11 +223,11 @@ class Tuning:
             activation = self.chain.input(tokens, k)[1]
             expected = reference.linear(activation, weights[0], torch.bfloat16)
             times: dict[PQ2Config, float] = {}
-            for config in candidates(n, k, tokens):
+            for config in candidates(n, k, tokens, self.capability):
                 if (config, k, tokens) in compiled and not self.late():
                     times[config] = alone_us(config, weights, activation, expected)
             best = [config for config in sorted(times, key=lambda c: times[c]) if times[config] < float("inf")]
-            ranked[shape] = best[: self.keep] or candidates(n, k, tokens)[:1]
+            ranked[shape] = best[: self.keep] or candidates(n, k, tokens, self.capability)[:1]
             if best:
                 gb_s = weights[0].nbytes / times[best[0]] / 1e3
                 own = {key: value for key, value in vars(best[0]).items() if value}
@@ -272,7 +273,7 @@ def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str
     capability = launch.capability(torch.device("cuda", torch.cuda.current_device()))
     assert capability is not None
     target = table_path(capability)
-    session = Tuning(chain, time.monotonic() + seconds)
+    session = Tuning(chain, time.monotonic() + seconds, capability)
     jobs = dict.fromkeys(
         (config, k, tokens) for tokens in CLASSES for n, k in SHAPES for config in candidates(n, k, tokens, capability)
     )
