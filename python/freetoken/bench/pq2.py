@@ -149,7 +149,6 @@ def _compile(job: tuple[PQ2Config, int, int]) -> tuple[tuple[PQ2Config, int, int
     """In a process of its own: compile for the card here; bytes spilled by a thread, -1 where it does not compile."""
     config, k, tokens = job
     try:
-        torch.cuda.init()
         early = launch.early(torch.empty(1, device="cuda"))
         kernel = product.compile_only(config, 1024, k, tokens, GROUP, GROUP, torch.bfloat16, early)
         kernel._init_handles()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -141,17 +142,16 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
 
 
 def _thread_candidates(kind: Kind, n: int, k: int, m: int) -> Iterable[PQ2Config]:
-    for lanes in (8, 16, 32):
-        for warps in (1, 2, 4):
-            for per_thread in (1, 2, 4, 8) if warps == 1 else (2, 4):
-                rows = per_thread * 32 * warps // lanes
-                steps = PQ2Config(kind, rows, 1, warps, lanes).steps(k)
-                wasted = steps * lanes * PIECE > 1.25 * k
-                if wasted or n < 4 * rows:
-                    continue
-                for ahead in _depths(steps):
-                    if 4 <= per_thread * ahead <= 20 - 4 * (m - 1):
-                        yield PQ2Config(kind, rows, ahead, warps, lanes)
+    for lanes, warps, per_thread in itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4, 8)):
+        rows = per_thread * 32 * warps // lanes
+        steps = PQ2Config(kind, rows, 1, warps, lanes).steps(k)
+        wasted = steps * lanes * PIECE > 1.25 * k
+        rare = warps > 1 and per_thread not in (2, 4)
+        if lanes > 32 * warps or wasted or rare or n < 4 * rows:
+            continue
+        for ahead in _depths(steps):
+            if 4 <= per_thread * ahead <= 20 - 4 * (m - 1):
+                yield PQ2Config(kind, rows, ahead, warps, lanes)
 
 
 def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
