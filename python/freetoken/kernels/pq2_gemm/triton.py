@@ -43,7 +43,9 @@ _scratch: dict[torch.device, Scratch] = {}
 
 
 def scratch_of(device: torch.device) -> Scratch:
-    """The scratch memory of a device, made at the first call."""
+    """The scratch memory of a device, made at the first call. A device without an index is the current one of its kind."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device not in _scratch:
         _scratch[device] = Scratch(device)
     return _scratch[device]
