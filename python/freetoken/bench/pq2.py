@@ -203,6 +203,7 @@ class Tuning:
 
     chain: Chain
     deadline: float
+    capability: tuple[int, int] | None = None
     keep: int = 4
     found: dict[tuple[int, int, int], PQ2Config] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -222,15 +223,15 @@ class Tuning:
             activation = self.chain.input(tokens, k)[1]
             expected = reference.linear(activation, weights[0], torch.bfloat16)
             times: dict[PQ2Config, float] = {}
-            for config in candidates(n, k, tokens):
+            for config in candidates(n, k, tokens, self.capability):
                 if (config, k, tokens) in compiled and not self.late():
                     times[config] = alone_us(config, weights, activation, expected)
             best = [config for config in sorted(times, key=lambda c: times[c]) if times[config] < float("inf")]
-            ranked[shape] = best[: self.keep] or candidates(n, k, tokens)[:1]
-            for config in best[: self.keep]:
-                self.log.append(self._figure("pq2 tuning alone", tokens, shape, config, us=times[config]))
+            ranked[shape] = best[: self.keep] or candidates(n, k, tokens, self.capability)[:1]
             if best:
                 gb_s = weights[0].nbytes / times[best[0]] / 1e3
+                own = {key: value for key, value in vars(best[0]).items() if value}
+                self._log("pq2 tuned alone", tokens=tokens, n=n, k=k, **own, us=times[best[0]], gb_s=gb_s)
                 print(
                     f"  {tokens:2} tokens {n:6} x {k:5} alone {times[best[0]]:7.2f} us {gb_s:6.0f} GB/s {best[0]}",
                     flush=True,
@@ -242,6 +243,7 @@ class Tuning:
         settings = {shape: configs[0] for shape, configs in ranked.items()}
         best = self.chain.ms(tokens, settings)
         print(f"  {tokens:2} tokens: chain {best:.3f} ms with the best of each alone", flush=True)
+        self._log("pq2 tuning", tokens=tokens, settings="best of each alone", ms=best)
         for _round in range(rounds):
             before = dict(settings)
             for shape in sorted(SHAPES, key=lambda s: -s[0] * s[1]):
@@ -249,18 +251,17 @@ class Tuning:
                     if config == settings[shape] or self.late():
                         continue
                     ms = self.chain.ms(tokens, {**settings, shape: config})
-                    self.log.append(self._figure("pq2 tuning chain", tokens, shape, config, ms=ms))
                     if ms < NOTICEABLE * best:
                         best, settings[shape] = ms, config
             if settings == before:
                 break
         print(f"  {tokens:2} tokens: chain {best:.3f} ms tuned in it", flush=True)
+        self._log("pq2 tuning", tokens=tokens, settings="tuned in the chain", ms=best)
         self.found |= {(n, k, tokens): config for (n, k), config in settings.items()}
         return best
 
-    def _figure(self, what: str, tokens: int, shape: Shape, config: PQ2Config, **values: float) -> dict[str, Any]:
-        own = {key: value for key, value in vars(config).items() if value}
-        return figures.figure(what, model=MODEL, device="cuda", tokens=tokens, n=shape[0], k=shape[1], **own, **values)
+    def _log(self, what: str, **values: Any) -> None:
+        self.log.append(figures.figure(what, model=MODEL, device="cuda", **values))
 
 
 def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str, Any]]:
@@ -272,7 +273,7 @@ def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str
     capability = launch.capability(torch.device("cuda", torch.cuda.current_device()))
     assert capability is not None
     target = table_path(capability)
-    session = Tuning(chain, time.monotonic() + seconds)
+    session = Tuning(chain, time.monotonic() + seconds, capability)
     jobs = dict.fromkeys(
         (config, k, tokens) for tokens in CLASSES for n, k in SHAPES for config in candidates(n, k, tokens, capability)
     )
