@@ -16,8 +16,10 @@ OUTPUT = {"out_ptr": "*bf16", "parts_ptr": "*fp32", "arrivals_ptr": "*i32", "m":
 def case(form: str, n: int, k: int, m: int, group: int = 128, early: bool = False) -> KernelCase:
     """What the default settings of ``m`` tokens launch."""
     config: GemmConfig = pick_config(form, n, k, m)
-    inputs = {"values_ptr": "*i8", "x_scales_ptr": "*fp32"} if form == "int8" else {"x_ptr": "*bf16"}
-    shape = {"GROUP_X": group, "GROUP": gcd(group, 128)} if form == "int8" else {"BLOCK_K": 64}
+    inputs = (
+        {"values_ptr": "*i8", "x_scales_ptr": "*fp32", "sums_ptr": "*i32"} if form == "int8" else {"x_ptr": "*bf16"}
+    )
+    shape = {"GROUP_X": group, "GROUP": gcd(group, 128), "SIGNED": config.signed} if form == "int8" else {"BLOCK_K": 64}
     constexprs = {
         **shape,
         "K": k,

@@ -269,3 +269,10 @@ def test_settings() -> None:
     assert tile_of(5120, 1024, 128) == 1024 and tile_of(384, 128, 128) == 512 and tile_of(4096, 2048, 128) == 2048
     assert pick_config(1, 5120, 1024) == RotateConfig(4, 1) and pick_config(4096, 5120, 1024) == RotateConfig(2, 0)
     assert candidates(1, 5120, 1024)[0] == pick_config(1, 5120, 1024)
+    x, weight = torch.randn(1, 1280, device=DEVICE), torch.randn(1280, device=DEVICE)
+    plain, other = (Hadamard(choice("hadamard", "triton"), config) for config in (None, RotateConfig(2, 0)))
+    turned = Rotation(256, signs_of(1280))
+    assert same_integers(plain.rotate(x, turned, 128), other.rotate(x, turned, 128))
+    assert same_integers(
+        plain.norm(x, weight, EPS, turned, 64).activation, other.norm(x, weight, EPS, turned, 64).activation
+    )

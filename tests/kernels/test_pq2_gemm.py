@@ -43,20 +43,22 @@ def fused(form: str, impl: str = "triton") -> PQ2Gemm:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "group_x", "group_w", "split"),
+    ("m", "n", "k", "group_x", "group_w", "split", "signed"),
     [
-        (17, 70, 128, 128, 128, 1),
-        (33, 65, 384, 128, 128, 2),
-        (5, 64, 256, 64, 128, 1),
-        (32, 130, 256, 32, 64, 3),
-        (40, 64, 256, 128, 64, 2),
+        (17, 70, 128, 128, 128, 1, True),
+        (33, 65, 384, 128, 128, 2, True),
+        (33, 65, 384, 128, 128, 2, False),
+        (5, 64, 256, 64, 128, 1, False),
+        (32, 130, 256, 32, 64, 3, True),
+        (18, 65, 640, 32, 64, 1, False),
+        (40, 64, 256, 128, 64, 2, False),
     ],
 )
 def test_integers(
-    m: int, n: int, k: int, group_x: int, group_w: int, split: int, monkeypatch: pytest.MonkeyPatch
+    m: int, n: int, k: int, group_x: int, group_w: int, split: int, signed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, activation = weight_of(n, k, group_w), quantise_reference(torch.randn(m, k, device=DEVICE), group_x)
-    config = GemmConfig(64, 32, num_stages=2, split_k=split)
+    config = GemmConfig(64, 32, num_stages=2, split_k=split, signed=signed)
     with poisoned_outputs(monkeypatch):
         out = torch.empty(m, n, device=DEVICE)
         triton.int8_linear(activation, weight, out, config)

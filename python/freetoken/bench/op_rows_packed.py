@@ -45,23 +45,40 @@ def _wide(dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
     return view
 
 
-def _producer(
+def _producers(
     sizes: Sizes, width: int, moved: float, tokens: int, call: Callable[[Any, Any], Tensors], signs: torch.Tensor
-) -> Case:
-    """A case that calls ``call(op, rotation)``; ``moved`` are bytes of inputs and outputs beside the activation."""
+) -> list[Case]:
+    """Cases that call ``call(op, rotation)``: on a GPU one for each setting worth timing, the default first. ``moved`` are bytes of
+    inputs and outputs beside the activation."""
     from freetoken.bench.op_rows import Case
-    from freetoken.kernels.hadamard import Hadamard, Rotation
+    from freetoken.kernels.hadamard import Hadamard, Rotation, candidates, tile_of
 
-    rotation = Rotation(sizes.rotation, signs)
-    fused, reference = (Hadamard(_choice("hadamard", impl)) for impl in ("triton", "reference"))
-    return Case(
-        {"tokens": tokens, "width": width},
-        lambda: call(fused, rotation),
-        lambda: call(reference, rotation),
-        moved + tokens * width * (1 + 8 / GROUP) + width,
-        model=MODEL,
-        compared=_wide(sizes.dtype),
-    )
+    rotation, cases = Rotation(sizes.rotation, signs), []
+    configs = candidates(tokens, width, tile_of(width, sizes.rotation, GROUP))
+    reference = Hadamard(_choice("hadamard", "reference"))
+    for config in configs if signs.is_cuda else configs[:1]:
+        fused = Hadamard(_choice("hadamard", "triton"), config)
+        shape = {"tokens": tokens, "width": width, "warps": config.num_warps, "tiles": config.tiles}
+        total = moved + tokens * width * (1 + 8 / GROUP) + width
+        cases.append(
+            Case(
+                shape,
+                lambda fused=fused: call(fused, rotation),  # type: ignore[misc]
+                lambda: call(reference, rotation),
+                total,
+                model=MODEL,
+                compared=_wide(sizes.dtype),
+            )
+        )
+    return cases
+
+
+def _by_warps(cases: list[Case]) -> list[Case]:
+    """Those that differ in warps: only the kernel that norms rows takes several tiles."""
+    first: dict[int, Case] = {}
+    for case in cases:
+        first.setdefault(case.shape["warps"], case)
+    return list(first.values())
 
 
 def _signs(width: int, device: str) -> torch.Tensor:
@@ -70,7 +87,8 @@ def _signs(width: int, device: str) -> torch.Tensor:
 
 def rotated_norm(device: str, sizes: Sizes) -> list[Case]:
     """Residual add, RMSNorm, rotation, quantisation, with and without the plain output."""
-    width, cases = sizes.packed_hidden, []
+    width = sizes.packed_hidden
+    cases: list[Case] = []
     signs, weight = _signs(width, device), torch.rand(width, device=device) + 0.5
     for tokens, plain in itertools.product(sizes.tokens, (False, True)):
         x, residual = (torch.randn(tokens, width, device=device).to(sizes.dtype) for _ in range(2))
@@ -80,15 +98,17 @@ def rotated_norm(device: str, sizes: Sizes) -> list[Case]:
             return (*_flat(made.activation), made.residual, *([made.plain] if plain else []))
 
         moved = (3 + plain) * x.numel() * x.element_size() + 4 * width
-        case = _producer(sizes, width, moved, tokens, call, signs)
-        case.shape["plain"] = int(plain)
-        cases.append(case)
+        made = _producers(sizes, width, moved, tokens, call, signs)
+        for case in made if plain else made[:1]:
+            case.shape["plain"] = int(plain)
+            cases.append(case)
     return cases
 
 
 def rotated_silu(device: str, sizes: Sizes) -> list[Case]:
     """SwiGLU, rotation, quantisation."""
-    width, cases = sizes.packed_ffn, []
+    width = sizes.packed_ffn
+    cases: list[Case] = []
     signs = _signs(width, device)
     for tokens in sizes.tokens:
         pair = torch.randn(tokens, 2 * width, device=device).to(sizes.dtype)
@@ -96,14 +116,15 @@ def rotated_silu(device: str, sizes: Sizes) -> list[Case]:
         def call(op: Any, rotation: Any, pair: Any = pair) -> Tensors:
             return _flat(op.silu_mul(pair, rotation, GROUP))
 
-        cases.append(_producer(sizes, width, pair.numel() * pair.element_size(), tokens, call, signs))
+        cases += _by_warps(_producers(sizes, width, pair.numel() * pair.element_size(), tokens, call, signs))
     return cases
 
 
 def rotated_gated_norm(device: str, sizes: Sizes) -> list[Case]:
     """The gated norm of Gated DeltaNet, rotation, quantisation."""
-    heads, head, cases = sizes.linear_heads, sizes.rotated_head, []
+    heads, head = sizes.linear_heads, sizes.rotated_head
     width = heads * head
+    cases: list[Case] = []
     signs, weight = _signs(width, device), torch.rand(head, device=device) + 0.5
     for tokens in sizes.tokens:
         o, z = (torch.randn(tokens, width, device=device).to(sizes.dtype) for _ in range(2))
@@ -111,13 +132,14 @@ def rotated_gated_norm(device: str, sizes: Sizes) -> list[Case]:
         def call(op: Any, rotation: Any, o: Any = o, z: Any = z) -> Tensors:
             return _flat(op.gated_norm(o.view(-1, heads, head), z, weight, EPS, rotation, GROUP))
 
-        cases.append(_producer(sizes, width, 2 * o.numel() * o.element_size(), tokens, call, signs))
+        cases += _by_warps(_producers(sizes, width, 2 * o.numel() * o.element_size(), tokens, call, signs))
     return cases
 
 
 def rotated(device: str, sizes: Sizes) -> list[Case]:
     """Rotation and quantisation alone."""
-    width, cases = sizes.linear_heads * sizes.rotated_head, []
+    width = sizes.linear_heads * sizes.rotated_head
+    cases: list[Case] = []
     signs = _signs(width, device)
     for tokens in sizes.tokens:
         x = torch.randn(tokens, width, device=device).to(sizes.dtype)
@@ -125,7 +147,7 @@ def rotated(device: str, sizes: Sizes) -> list[Case]:
         def call(op: Any, rotation: Any, x: Any = x) -> Tensors:
             return _flat(op.rotate(x, rotation, GROUP))
 
-        cases.append(_producer(sizes, width, x.numel() * x.element_size(), tokens, call, signs))
+        cases += _by_warps(_producers(sizes, width, x.numel() * x.element_size(), tokens, call, signs))
     return cases
 
 

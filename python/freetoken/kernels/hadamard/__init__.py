@@ -36,11 +36,13 @@ class Hadamard:
     """The op with its implementation bound once, shared by all layers of a model with two-bit weights.
 
     Every producer takes the :class:`Rotation` of the weights that its output goes to, and ``group``: 32, 64 or 128 for a
-    :class:`QuantisedActivation`, 0 for floats. Semantics and shapes are those of :mod:`reference`.
+    :class:`QuantisedActivation`, 0 for floats. Semantics and shapes are those of :mod:`reference`. ``config`` overrides the default
+    settings of the kernels.
     """
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, config: RotateConfig | None = None) -> None:
         self.choice = choice
+        self._config = config
         self._checked = choice.impl == "check"
         self._fused: Any = None
         if choice.impl != "reference":
@@ -51,7 +53,7 @@ class Hadamard:
     def rotate(self, x: torch.Tensor, rotation: Rotation, group: int) -> Activation:
         """``x [T, width]``, rows of any stride, as it is."""
         how = (rotation.signs, rotation.block, group)
-        return self._run(rotation, lambda: reference.produce(x, *how), lambda: self._fused.rotate(x, *how))
+        return self._run(rotation, lambda: reference.produce(x, *how), lambda: self._launch(x, *how))
 
     def norm(
         self,
@@ -68,7 +70,7 @@ class Hadamard:
         arguments = (x, weight, eps, rotation.signs, rotation.block, group, residual)
         if not self._fits(rotation):
             return reference.norm(*arguments, plain=plain)
-        actual: Normed = self._fused.norm(*arguments, plain=plain)
+        actual: Normed = self._fused.norm(*arguments, plain=plain, config=self._config)
         if self._checked:
             expected = reference.norm(*arguments, plain=plain)
             self._compare(actual.activation, expected.activation)
@@ -84,7 +86,7 @@ class Hadamard:
         return self._run(
             rotation,
             lambda: reference.silu_mul(gate_up, *how),
-            lambda: self._fused.rotate(gate, *how, kind="silu_mul", other=up),
+            lambda: self._launch(gate, *how, kind="silu_mul", other=up),
         )
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor, rotation: Rotation, group: int) -> Activation:
@@ -93,7 +95,7 @@ class Hadamard:
         return self._run(
             rotation,
             lambda: reference.sigmoid_mul(x, gate, *how),
-            lambda: self._fused.rotate(x, *how, kind="sigmoid_mul", other=gate),
+            lambda: self._launch(x, *how, kind="sigmoid_mul", other=gate),
         )
 
     def gated_norm(
@@ -107,7 +109,7 @@ class Hadamard:
         return self._run(
             rotation,
             lambda: reference.gated_norm(o, z, weight, eps, *how),
-            lambda: self._fused.rotate(o.flatten(1), *how, **settings),
+            lambda: self._launch(o.flatten(1), *how, **settings),
         )
 
     def unrotate(self, z: torch.Tensor, rotation: Rotation, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -116,7 +118,7 @@ class Hadamard:
         found = self._run(
             rotation,
             lambda: reference.unrotate(z, signs, block, out_dtype),
-            lambda: self._fused.rotate(z, signs, block, 0, inverse=True, out_dtype=out_dtype),
+            lambda: self._launch(z, signs, block, 0, inverse=True, out_dtype=out_dtype),
         )
         assert isinstance(found, torch.Tensor)
         return found
@@ -127,6 +129,10 @@ class Hadamard:
         found = self._run(rotation, lambda: reference.embed(*arguments), lambda: self._fused.embed(*arguments))
         assert isinstance(found, torch.Tensor)
         return found
+
+    def _launch(self, x: torch.Tensor, *how: Any, **settings: Any) -> Activation:
+        made: Activation = self._fused.rotate(x, *how, config=self._config, **settings)
+        return made
 
     def _fits(self, rotation: Rotation) -> bool:
         return self._fused is not None and rotation.block <= LARGEST_BLOCK

@@ -27,13 +27,15 @@ SMALL_SLICE = 24 * 2**20
 @dataclass(frozen=True)
 class GemmConfig:
     """A program multiplies ``block_n`` weight rows with ``block_m`` tokens; ``num_stages`` deep copies, ``num_warps`` warps.
-    ``split_k`` programs share an output tile and add their parts in a fixed order."""
+    ``split_k`` programs share an output tile and add their parts in a fixed order. Without ``signed`` the int8 form multiplies codes
+    instead of values and corrects the sums."""
 
     block_n: int
     block_m: int
     num_warps: int = 4
     num_stages: int = 3
     split_k: int = 1
+    signed: bool = True
 
     def fits_scratch(self, m: int, n: int) -> bool:
         """Whether the parts of a split product fit the scratch memory."""
@@ -168,7 +170,7 @@ def default_config(form: str, n: int, k: int, m: int) -> GemmConfig:
     while split < 8 and tiles * split * 2 <= 264 and k // (split * 2) >= 1024:
         split *= 2
     stages = 3 if form == "int8" else 2
-    return GemmConfig(128, block_m, 4 if form == "int8" else 8, stages, split)
+    return GemmConfig(128, block_m, 4 if form == "int8" else 8, stages, split, signed=form != "int8" or block_m > 32)
 
 
 def candidates(form: str, n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:
@@ -177,7 +179,7 @@ def candidates(form: str, n: int, k: int, m: int, capability: Capability | None 
     most = 64 if form == "int8" else 128
     grid = itertools.product((64, 128), (32, 64, 128, 256), (4, 8), (3, 4), (1, 2, 4, 8))
     for block_n, block_m, warps, stages, split in grid:
-        config = GemmConfig(block_n, block_m, warps, stages, split)
+        config = GemmConfig(block_n, block_m, warps, stages, split, signed=form != "int8" or block_m > 32)
         tiles = -(-n // block_n) * -(-m // block_m)
         fits = (
             block_m <= m_class(m)

@@ -43,16 +43,38 @@ _scratch: dict[torch.device, Scratch] = {}
 
 
 def scratch_of(device: torch.device) -> Scratch:
-    """The scratch memory of a device, made at the first call."""
+    """The scratch memory of a device, made at the first call. A device without an index is the current one of its kind."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device not in _scratch:
         _scratch[device] = Scratch(device)
     return _scratch[device]
 
 
 @triton.jit
-def _planes(codes, ON_GPU: tl.constexpr):
-    """The four values (-1, 0, 1, 2) of each byte of ``codes``, one int8 tensor for each place in the byte."""
-    if ON_GPU:
+def _planes(codes, SIGNED: tl.constexpr, ON_GPU: tl.constexpr):
+    """The four codes of each byte, or with ``SIGNED`` their values (-1, 0, 1, 2), one int8 tensor for each place in the byte."""
+    if ON_GPU and not SIGNED:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 c1, c2, c3;
+            shr.u32 c1, $4, 2;
+            shr.u32 c2, $4, 4;
+            shr.u32 c3, $4, 6;
+            and.b32 $0, $4, 0x03030303;
+            and.b32 $1, c1, 0x03030303;
+            and.b32 $2, c2, 0x03030303;
+            and.b32 $3, c3, 0x03030303;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    elif ON_GPU:
         # Four bytes a register. Adding 127 and flipping the top bit takes one off each byte without a borrow.
         v0, v1, v2, v3 = tl.inline_asm_elementwise(
             """
@@ -83,22 +105,66 @@ def _planes(codes, ON_GPU: tl.constexpr):
         )
     else:
         wide = codes.to(tl.int32)
-        v0 = ((wide & 3) - 1).to(tl.int8)
-        v1 = ((wide >> 2 & 3) - 1).to(tl.int8)
-        v2 = ((wide >> 4 & 3) - 1).to(tl.int8)
-        v3 = ((wide >> 6 & 3) - 1).to(tl.int8)
+        LESS: tl.constexpr = 1 if SIGNED else 0
+        v0 = ((wide & 3) - LESS).to(tl.int8)
+        v1 = ((wide >> 2 & 3) - LESS).to(tl.int8)
+        v2 = ((wide >> 4 & 3) - LESS).to(tl.int8)
+        v3 = ((wide >> 6 & 3) - LESS).to(tl.int8)
     return v0, v1, v2, v3
 
 
 @triton.jit
-def _values(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, ON_GPU: tl.constexpr):
+def _values(
+    codes,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIGNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
     """int8 ``[ROWS, WIDTH]`` from bytes ``[ROWS, WIDTH / 4]``, in natural order or in that of a quantised activation."""
-    v0, v1, v2, v3 = _planes(codes, ON_GPU)
+    v0, v1, v2, v3 = _planes(codes, SIGNED, ON_GPU)
     # Joining puts the new dimension last: (0, 2) with (1, 3) is 0, 1, 2, 3.
     values = tl.join(tl.join(v0, v2), tl.join(v1, v3))
     if TRANSPOSED:
         values = tl.permute(tl.reshape(values, (ROWS, WIDTH // 16, 4, 4)), (0, 1, 3, 2))
     return tl.reshape(values, (ROWS, WIDTH))
+
+
+@triton.jit
+def _tf32(x):
+    """The part of float32 ``x`` that ten bits of mantissa hold."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ones(
+    x_scale,
+    x_sum,
+    w_scale,
+    begin,
+    end,
+    GROUP_X: tl.constexpr,
+    GROUP_W: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What codes count too much: the product of weights that are all one scale, ``[BLOCK_N, BLOCK_M]``, over groups of K from
+    ``begin`` to ``end``. Float16 scales are exact in TF32, and what they meet is cut into two TF32 parts."""
+    GROUPS: tl.constexpr = 16
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in tl.range(begin, end, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        inside = (group < end)[None, :]
+        d_w = tl.load(w_scale[:, None] + (group * GROUP // GROUP_W)[None, :], mask=inside, other=0.0).to(tl.float32)
+        place = (group * GROUP // GROUP_X)[None, :]
+        d_x = tl.load(x_scale[:, None] + place, mask=inside, other=0.0)
+        u = tl.trans(d_x * tl.load(x_sum[:, None] + place, mask=inside, other=0).to(tl.float32))
+        high = _tf32(u)
+        total = tl.dot(d_w, high, total, input_precision="tf32")
+        total = tl.dot(d_w, u - high, total, input_precision="tf32")
+    return total
 
 
 @triton.jit
@@ -147,6 +213,7 @@ def _finish(
 def int8_kernel(
     values_ptr,
     x_scales_ptr,
+    sums_ptr,
     codes_ptr,
     w_scales_ptr,
     out_ptr,
@@ -162,10 +229,12 @@ def int8_kernel(
     BLOCK_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
+    SIGNED: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [m, n]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32.
+    """``out [m, n]`` from eight-bit activations and codes; integers of a group are added exactly, groups in float32. Codes are made
+    signed values, or (not ``SIGNED``) counted from zero and put right at the end: fewer instructions where tokens are few.
 
     Grid ``(ceil(m / BLOCK_M), ceil(n / BLOCK_N), SPLIT_K)``; ``GROUP`` is the smaller of both groups. Weights are the left operand:
     their rows fill the 64 that a warp group's product has. Rows and tokens past the end repeat the last one.
@@ -192,8 +261,11 @@ def int8_kernel(
         x = tl.load(x_tile + step * GROUP)
         d_w = tl.load(w_scale + step * GROUP // GROUP_W).to(tl.float32)
         d_x = tl.load(x_scale + step * GROUP // GROUP_X)
-        part = tl.dot(_values(codes, BLOCK_N, GROUP, True, ON_GPU), tl.trans(x), out_dtype=tl.int32)
+        part = tl.dot(_values(codes, BLOCK_N, GROUP, SIGNED, True, ON_GPU), tl.trans(x), out_dtype=tl.int32)
         total += part.to(tl.float32) * (d_w[:, None] * d_x[None, :])
+    if not SIGNED:
+        x_sum = sums_ptr + token_in * (K // GROUP_X)
+        total -= _ones(x_scale, x_sum, w_scale, begin, end, GROUP_X, GROUP_W, GROUP, BLOCK_N, BLOCK_M)
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
@@ -238,7 +310,7 @@ def float_kernel(
         codes = tl.load(w_tile + step * (BLOCK_K // 4))
         x = tl.load(x_tile + step * BLOCK_K)
         d_w = tl.load(w_scale + step * BLOCK_K // GROUP_W).to(tl.float32)
-        w = _values(codes, BLOCK_N, BLOCK_K, False, ON_GPU).to(tl.float32) * d_w[:, None]
+        w = _values(codes, BLOCK_N, BLOCK_K, True, False, ON_GPU).to(tl.float32) * d_w[:, None]
         total = tl.dot(w.to(STORAGE), tl.trans(x), total, input_precision="ieee")
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
@@ -270,7 +342,7 @@ def decode_kernel(
         mask=here & (group[None, :] < K // GROUP_W),
         other=0.0,
     )
-    values = tl.reshape(_values(codes, ROWS, WIDTH, False, ON_GPU), (ROWS, GROUPS, GROUP_W))
+    values = tl.reshape(_values(codes, ROWS, WIDTH, True, False, ON_GPU), (ROWS, GROUPS, GROUP_W))
     wide = tl.reshape(values.to(tl.float32) * scales.to(tl.float32)[:, :, None], (ROWS, WIDTH))
     # What it overwrites may still be read by the product before it.
     if EARLY:
@@ -286,11 +358,13 @@ def int8_linear(
     m, n, k = activation.tokens, weight.out_features, weight.in_features
     device = activation.values.device
     config = config or pick_config("int8", n, k, m, launch.capability(device))
+    group = gcd(activation.group, weight.group)
     early = launch.early(activation.values)
     scratch = scratch_of(device)
     int8_kernel[(triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split_k)](
         activation.values,
         activation.scales,
+        activation.sums,
         weight.codes,
         weight.scales,
         out,
@@ -301,7 +375,9 @@ def int8_linear(
         K=k,
         GROUP_X=activation.group,
         GROUP_W=weight.group,
-        GROUP=gcd(activation.group, weight.group),
+        GROUP=group,
+        # The sums of activations are those of their groups, and of no part of one.
+        SIGNED=config.signed or group < activation.group,
         **_settings(config, early, out.is_cuda),
     )
     return out
