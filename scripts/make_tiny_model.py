@@ -1,4 +1,4 @@
-"""Write a tiny random Llama, Qwen3 or Qwen3.5 checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
+"""Write a tiny random Llama, Qwen3 or Qwen3.5 (also with experts) checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
 
     python scripts/make_tiny_model.py OUT --arch qwen3 --format safetensors --shards 2
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
@@ -25,6 +25,7 @@ from tiny_spec import (
     ARCHITECTURES,
     CHAT_TEMPLATE,
     FLOAT_QUANTS,
+    IN_GGUF,
     QUANTS,
     SPECIAL_TOKENS,
     TRAINING_TEXT,
@@ -34,7 +35,41 @@ from tiny_spec import (
     train_tokenizer,
 )
 
-__all__ = ["CHAT_TEMPLATE", "QUANTS", "SPECIAL_TOKENS", "TRAINING_TEXT", "TinyModel", "make_tiny_model"]
+from freetoken.loader.names import FP8_BLOCK, expected_tensors, scale_name, scale_shape
+from freetoken.models.parse import parse_hf_config
+
+__all__ = [
+    "CHAT_TEMPLATE",
+    "QUANTS",
+    "SPECIAL_TOKENS",
+    "TRAINING_TEXT",
+    "TinyModel",
+    "make_tiny_model",
+    "random_weights",
+]
+
+FP8_LARGEST = 448.0
+
+
+def quantise_fp8(weights: dict[str, torch.Tensor], config: dict[str, Any], stacked: bool) -> dict[str, torch.Tensor]:
+    """The same with the linear layers that ``config`` says are FP8 in that type, each followed by its block scales."""
+    expected = expected_tensors(parse_hf_config(config, None, "tiny"), stacked=stacked)
+    result: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if scale_name(name) not in expected:
+            result[name] = value
+            continue
+        rows, columns = value.shape[-2:]
+        scale = torch.empty(scale_shape(tuple(value.shape)))
+        data = torch.empty(value.shape, dtype=torch.float8_e4m3fn)
+        for row in range(0, rows, FP8_BLOCK):
+            for column in range(0, columns, FP8_BLOCK):
+                block = (..., slice(row, row + FP8_BLOCK), slice(column, column + FP8_BLOCK))
+                largest = value[block].float().abs().amax((-2, -1), keepdim=True)
+                scale[(..., row // FP8_BLOCK, column // FP8_BLOCK)] = largest[..., 0, 0] / FP8_LARGEST
+                data[block] = (value[block].float() / largest * FP8_LARGEST).to(torch.float8_e4m3fn)
+        result[name], result[scale_name(name)] = data, scale
+    return result
 
 
 def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -52,7 +87,10 @@ def write_safetensors(folder: Path, spec: TinyModel, quant: str = "f32", shards:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(spec)
     config = hf_config(spec, tokenizer.get_vocab_size() + spec.extra_vocab, str(dtype).removeprefix("torch."))
-    weights = {name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed)}
+    weights = {
+        name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed, spec.stacked)
+    }
+    weights = quantise_fp8(weights, config, spec.stacked) if spec.fp8 else weights
     weights = published_names(weights) if spec.vision else weights
     names = list(weights)
     weight_map: dict[str, str] = {}
@@ -94,6 +132,8 @@ def make_tiny_model(
     :class:`TinyModel`."""
     spec = TinyModel(**options)
     if format == "gguf":
+        if spec.arch not in IN_GGUF or spec.fp8:
+            raise SystemExit(f"GGUF files hold {' or '.join(IN_GGUF)}, without FP8")
         from tiny_gguf import write_gguf  # needs the gguf package
 
         return write_gguf(Path(path), spec, quant)

@@ -24,7 +24,7 @@ from freetoken.kernels.pq2_gemm import PQ2Gemm
 from freetoken.kernels.pq2_gemv import PQ2Product
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.gguf import GGUFFile
-from freetoken.loader.names import expected_tensors, held_bytes
+from freetoken.loader.names import expected_tensors, weight_bytes
 from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
 from freetoken.models import packed as packed_layers
@@ -280,7 +280,7 @@ def test_weights_stay_packed(paths: Paths) -> None:
     bits = sum(8 * packed.nbytes(name, shapes[name][0] * shapes[name][1]) for name in packed.groups)
     assert bits == 2.125 * sum(shapes[name][0] * shapes[name][1] for name in packed.groups)
     norms = sum(slot.target.nbytes // 2 for name, slot in model.slots.items() if slot.target.dtype == torch.float32)
-    assert model.weight_bytes == held_bytes(checkpoint.model, 2) + norms
+    assert model.weight_bytes == weight_bytes(checkpoint.model, 2) + norms
 
 
 @pytest.mark.parametrize("block", [0, 128])
@@ -292,7 +292,7 @@ def test_random_packed_weights_of_a_config(block: int) -> None:
     parsed = replace(parsed, packed=packing_from_config(config, parsed, "config.json"))
     model = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
     model.random_weights(3)
-    down = model.layers[0].down.weight
+    down = model.layers[0].mlp.down.weight
     assert set(down.unpack().unique().tolist()) == {0, 1, 2}
     assert abs(float(down.dequantise().var()) * down.in_features - 1) < 0.1
     assert len(down.scales.unique()) > 100
@@ -300,7 +300,7 @@ def test_random_packed_weights_of_a_config(block: int) -> None:
     assert torch.isfinite(logits).all() and 0.2 < float(logits.std()) < 10
     again = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
     again.random_weights(3)
-    assert torch.equal(again.layers[0].down.weight.codes, down.codes)
+    assert torch.equal(again.layers[0].mlp.down.weight.codes, down.codes)
 
 
 @pytest.mark.skipif(probe().usable_gpu, reason="interpreted kernels; a GPU runs them in tests of its own")

@@ -1,6 +1,6 @@
 """The table behind ``bench.ops``: for each fused op, how to build inputs and call the kernel and its reference.
 
-Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B; ``small`` ones let the same rows run in Triton's interpreter.
+Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B, for experts of qwen4_exp; ``small`` ones let the same rows run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes. ``calls`` are in a timed graph. ``compared`` makes of either side's outputs what is compared, where
-    that is something else.
+    geometry of the full sizes. With ``uncaptured`` both are also timed outside a graph, and their launches counted. ``calls`` are in
+    a timed graph. ``compared`` makes of either side's outputs what is compared, where that is something else.
     """
 
     shape: dict[str, int]
@@ -37,6 +37,7 @@ class Case:
     flops: float = 0.0
     exact: bool = False
     model: str = "Qwen3-8B"
+    uncaptured: bool = False
     calls: int = 20
     compared: Callable[[Tensors], Tensors] | None = None
 
@@ -45,7 +46,8 @@ class Case:
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
+    and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
+    n-grams are hashed; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
     rotation block and ``rotated_head`` the head width of the gated norm before it."""
 
     hidden: int = 4096
@@ -63,6 +65,13 @@ class Sizes:
     linear_width: int = 128
     linear_prompt: int = 8192
     linear_batches: tuple[int, ...] = (1, 8, 64)
+    experts: int = 512
+    top_k: int = 10
+    moe_hidden: int = 2560
+    moe_width: int = 640
+    moe_tokens: tuple[int, ...] = (1, 8, 64, 2048)
+    ple_batches: tuple[int, ...] = (1, 4, 8)
+    ple_prompts: tuple[int, ...] = (512, 2048, 16384)
     packed_shapes: tuple[tuple[int, int], ...] = (
         (34816, 5120),
         (5120, 17408),
@@ -97,6 +106,13 @@ SMALL = Sizes(
     linear_width=16,
     linear_prompt=68,
     linear_batches=(1, 3),
+    experts=6,
+    top_k=2,
+    moe_hidden=20,
+    moe_width=16,
+    moe_tokens=(1, 3),
+    ple_batches=(1, 3),
+    ple_prompts=(5, 40),
     packed_shapes=((40, 256), (24, 384)),
     packed_tokens=(1, 3),
     packed_bytes=2**13,
@@ -313,6 +329,35 @@ def sample(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def token_mask(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.token_mask import TokenMask
+
+    fused, reference = (TokenMask(_choice("token_mask", impl)) for impl in ("triton", "reference"))
+    cases = []
+    for rows in [count for count in sizes.tokens if count <= 64]:
+        logits = _random(device, torch.float32, rows, sizes.vocab)
+        places = torch.randperm(rows, device=device)
+        words = -(-sizes.vocab // 32)
+        # Most of a vocabulary is closed at any place of a grammar: about one id in sixteen is open here.
+        bits = [torch.randint(-(2**31), 2**31, (rows, words), device=device) for _ in range(4)]
+        masks = (bits[0] & bits[1] & bits[2] & bits[3]).to(torch.int32)
+
+        def call(op: Any, logits: Any = logits, places: Any = places, masks: Any = masks) -> Callable[[], Tensors]:
+            # In place, so each implementation has a copy of its own to be compared.
+            own = logits.clone()
+
+            def run() -> Tensors:
+                op(own, places, masks)
+                return (own,)
+
+            return run
+
+        moved = masks.numel() * 4 + 15 / 16 * logits.numel() * 4
+        shape = {"rows": rows, "vocab": sizes.vocab}
+        cases.append(Case(shape, call(fused), call(reference), moved, exact=True))
+    return cases
+
+
 def gdn_conv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.gdn_conv import GdnConv, pack_weight
 
@@ -434,6 +479,36 @@ def gdn_norm(device: str, sizes: Sizes) -> list[Case]:
     return [Case({"tokens": tokens}, call(fused), call(reference), moved, model="Qwen3.5-27B")]
 
 
+def _moe(name: str) -> Callable[[str, Sizes], list[Case]]:
+    """A row of :mod:`freetoken.bench.moe_rows`, which needs what is here."""
+
+    def rows(device: str, sizes: Sizes) -> list[Case]:
+        from freetoken.bench import moe_rows
+
+        found: list[Case] = getattr(moe_rows, name)(device, sizes)
+        return found
+
+    return rows
+
+
+def ple_hash(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import hash_cases
+
+    return hash_cases(device, sizes)
+
+
+def ple_gather(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import gather_cases
+
+    return gather_cases(device, sizes)
+
+
+def ple_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import mix_cases
+
+    return mix_cases(device, sizes)
+
+
 def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
     """Calls take distinct weights in turn, so that none is found in a cache."""
     from freetoken.bench.pq2 import random_weight
@@ -489,10 +564,17 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "attn_decode": attn_decode,
     "attn_prefill": attn_prefill,
     "sample": sample,
+    "token_mask": token_mask,
     "gdn_conv": gdn_conv,
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
+    "moe_route": _moe("moe_route"),
+    "moe_gemm": _moe("moe_gemm"),
+    "fp8_gemm": _moe("fp8_gemm"),
+    "ple_hash": ple_hash,
+    "ple_gather": ple_gather,
+    "ple_mix": ple_mix,
     "pq2_gemv": pq2_gemv,
     "pq2_quantise": pq2_quantise,
     **op_rows_packed.OPS,

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from freetoken import hardware
-from freetoken.bench import cli, figures, roof
+from freetoken.bench import cli, figures, roof, uncaptured
 from freetoken.errors import FreetokenError, StartupError
 
 if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case
 
+GRAPH_CALLS = 20
 REPLAYS = 30
 NAMES = (
     "rms_norm",
@@ -28,10 +29,17 @@ NAMES = (
     "attn_decode",
     "attn_prefill",
     "sample",
+    "token_mask",
     "gdn_conv",
     "gdn_decode",
     "gdn_prefill",
     "gdn_norm",
+    "moe_route",
+    "moe_gemm",
+    "fp8_gemm",
+    "ple_hash",
+    "ple_gather",
+    "ple_mix",
     "pq2_gemv",
     "pq2_quantise",
     "rotated_norm",
@@ -72,7 +80,7 @@ def check(name: str, case: Case) -> float:
     return worst
 
 
-def graph_microseconds(call: Callable[[], object], calls: int) -> float:
+def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> float:
     """Median microseconds of one ``call`` among ``calls`` in a replayed CUDA graph."""
     import torch
 
@@ -97,6 +105,13 @@ def eager_microseconds(call: Callable[[], object]) -> float:
 def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
     """The figure of one checked case. ``bandwidth`` is bytes a second, ``rate`` FLOPs a second."""
     us = graph_microseconds(case.fused, case.calls)
+    outside: dict[str, float] = {}
+    if case.uncaptured:
+        for prefix, call in (("", case.fused), ("reference_", case.reference)):
+            cost = uncaptured.measure(call)
+            outside[f"{prefix}wall_us"] = cost.wall_us
+            outside[f"{prefix}busy_us"] = cost.busy_us
+            outside[f"{prefix}launches"] = cost.launches
     bound_us = max(case.bytes / bandwidth, case.flops / rate) * 1e6
     return figures.figure(
         f"op {name}",
@@ -108,8 +123,18 @@ def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float
         gb_s=case.bytes / us / 1e3,
         tflop_s=case.flops / us / 1e6,
         relative_rms=error,
+        **outside,
         roof=bound_us,
         share=bound_us / us,
+    )
+
+
+def _sides(figure: dict[str, Any]) -> str:
+    """Fused and reference outside a graph, in one line."""
+    return "; ".join(
+        f"{name} {figure[f'{key}wall_us']:.2f} us of wall time, GPU busy {figure[f'{key}busy_us']:.2f} us, "
+        f"{figure[f'{key}launches']:g} launches"
+        for name, key in (("fused", ""), ("reference", "reference_"))
     )
 
 
@@ -156,6 +181,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 f"roof {figure['roof']:8.2f} us ({figure['share']:.1%})",
                 flush=True,
             )
+            if case.uncaptured:
+                print(f"{'':<13} {'outside a graph':<34} {_sides(figure)}", flush=True)
         found += timed
     if CHAIN in names or "pq2_gemv" in names:
         from freetoken.bench import pq2

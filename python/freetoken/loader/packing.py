@@ -17,7 +17,7 @@ from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile, GGUFTensor
 from freetoken.loader.hadamard import EMBEDDING, SIGN_MODES, Hadamard
 from freetoken.loader.names import PACKABLE_TYPES, expected_tensors, merged_projections
-from freetoken.models.config import ModelConfig, PackedWeights
+from freetoken.models.config import PACKED_METHOD, ModelConfig, PackedWeights
 
 PACKED_WIDTH = 128
 """Columns of a packed matrix are a multiple of this."""
@@ -73,12 +73,14 @@ def packing_from_config(config: dict[str, Any], model: ModelConfig, source: str)
     and ``sign_mode`` (``explicit``: random signs, or ``identity``). Raises :class:`StartupError` naming ``source`` and the key.
     """
     asked = config.get("quantization_config")
-    if not isinstance(asked, dict):
+    if not isinstance(asked, dict) or asked.get("quant_method") != PACKED_METHOD:
         return None
 
     def fail(problem: str) -> NoReturn:
         raise StartupError(f"{source}: quantization_config {problem}")
 
+    if model.moe is not None:
+        fail("asks for 2 bits, which experts are not served in")
     unknown = sorted(set(asked) - {"quant_method", "group_size", "hadamard_block", "sign_mode"})
     if unknown:
         fail(f"has the unknown key {unknown[0]!r}")
@@ -166,4 +168,5 @@ def _head_order(model: ModelConfig, size: int) -> np.ndarray | None:
 def _rotary_halves(heads: int, head_dim: int) -> np.ndarray:
     """Places of the rows of two rotary halves in interleaved pairs, head by head."""
     pairs = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
-    return pairs.transpose(0, 2, 1).reshape(-1)
+    places: np.ndarray = pairs.transpose(0, 2, 1).reshape(-1)
+    return places

@@ -57,10 +57,9 @@ class Builder:
         in_size: int,
         *,
         bias: bool = False,
-        stored: Iterable[str] | None = None,
     ) -> ColumnLinear | PackedLinear:
-        """A projection whose outputs may be split over ranks, several parts in one; ``stored`` names them as a checkpoint has them."""
-        packing = self.packing(stored or parts, in_size)
+        """A projection whose outputs may be split over ranks, several parts in one."""
+        packing = self.packing(parts, in_size)
         if packing is None:
             return ColumnLinear(self._gemm, place, parts, in_size, bias=bias)
         return PackedLinear(packing[0], place, parts, in_size, packing[1], bias=bias)

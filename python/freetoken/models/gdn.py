@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetoken.errors import StartupError
+from freetoken.kernels.block_fp8 import Fp8Weight
 from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.gdn_conv import GdnConv, pack_weight
 from freetoken.kernels.gdn_decode import GdnDecode
@@ -16,7 +17,7 @@ from freetoken.kernels.gdn_prefill import GdnPrefill
 from freetoken.kernels.gdn_prefill.plan import Plan
 from freetoken.models.config import LinearAttentionConfig, ModelConfig
 from freetoken.models.decoder import Attention, Ops, Pass
-from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted
+from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted, scale_slot
 from freetoken.models.packed import Fed, Feed, PackedLinear
 from freetoken.models.state import CONV_STATE, REC_STATE
 
@@ -105,11 +106,13 @@ class GatedDeltaNet:
         self.ops = ops
         heads, hidden, build = linear.num_value_heads, config.hidden_size, ops.build
         wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
-        narrow = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
-        self.takes_plain = build.packing(wide, hidden) is not None
-        self.gates = build.column(place, narrow, hidden) if self.takes_plain else None
-        self.projection = build.column(place, wide if self.takes_plain else wide | narrow, hidden)
+        gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
         self.widths = [linear.channels, linear.value_size, heads, heads]
+        # Gates stay out of FP8 and of 2 bits, and then cannot be part of the same product.
+        self.takes_plain = build.packing(wide, hidden) is not None
+        apart = self.takes_plain or place.holds_fp8(wide)
+        self.projection = build.column(place, wide if apart else wide | gates, hidden)
+        self.gates = build.column(place, gates, hidden) if apart else None
         self.weights = GdnWeights(linear, place, name)
         self.out = build.row(place, f"{name}.out_proj", hidden, linear.value_size)
 
@@ -123,17 +126,9 @@ class GatedDeltaNet:
             yield self.gates
         yield from (self.weights, self.out)
 
-    def project(self, x: torch.Tensor | Fed) -> tuple[torch.Tensor, ...]:
-        """qkv, z, b and a of all tokens, each of any row stride."""
-        projected = self.projection(x)
-        if self.gates is None:
-            return projected.split(self.widths, 1)
-        gates = self.gates(x.plain if isinstance(x, Fed) else x)
-        return (*projected.split(self.widths[:2], 1), *gates.split(self.widths[2:], 1))
-
     def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         assert step.states is not None
-        projected = self.project(x)
+        projected = self._project(x)
         conv = step.states.layer(CONV_STATE, self.index)
         rec = step.states.layer(REC_STATE, self.index)
         decodes, pieces = step.fb.num_decodes, step.extra
@@ -147,6 +142,13 @@ class GatedDeltaNet:
                 return self.out(self.out.feed.gated_norm(o, z, self.weights.norm, self.eps))
             parts.append(self.ops.prefill.norm(o, z, self.weights.norm, self.eps))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _project(self, x: torch.Tensor | Fed) -> list[torch.Tensor]:
+        """q, k and v together, z, b and a of ``x [T, hidden]``, each ``[T, …]`` of any row stride."""
+        if self.gates is None:
+            return list(self.projection(x).split(self.widths, 1))
+        gates = self.gates(x.plain if isinstance(x, Fed) else x)
+        return [*self.projection(x).split(self.widths[:2], 1), *gates.split(self.widths[2:], 1)]
 
     def _decode(
         self, projected: list[torch.Tensor], fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor
@@ -172,33 +174,63 @@ class GatedDeltaNet:
         return self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
 
 
-def gated_projection(config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear | PackedLinear:
+def _by_head(whole: torch.Tensor, query: Slot, gate: Slot, heads: int, rows: int) -> torch.Tensor:
+    """``whole`` seen as ``[heads, 2, rows, …]``: of each head the rows where ``query`` lies, then those where ``gate`` does."""
+    apart = gate.target.storage_offset() - query.target.storage_offset()
+    row = whole.stride(0)
+    strides = (rows * row, apart, row, *whole.stride()[1:])
+    return whole.as_strided((heads, 2, rows, *whole.shape[1:]), strides, whole.storage_offset())
+
+
+class GatedProjection(ColumnLinear):
     """Queries, keys, values and output gates in one weight, its rows in this order.
 
     In the checkpoint ``q_proj`` holds for each head its query rows, then its gate rows.
     """
-    q_size, kv_size = config.q_size, config.kv_size
-    # Packed or not as q_proj, which is where the gates are in the checkpoint.
-    q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
-    parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
-    projection = ops.build.column(
-        place,
-        parts,
-        config.hidden_size,
-        bias=config.attention_bias,
-        stored=[q_name, f"{name}.k_proj", f"{name}.v_proj"],
-    )
-    heads, dim = config.num_heads // place.tp_size, config.head_dim
-    for kind, whole in projection.planes().items():
-        query, gate = (projection.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
-        apart = gate.target.storage_offset() - query.target.storage_offset()
-        row = whole.stride(0)
-        target = whole.as_strided(
-            (heads, 2, dim, *whole.shape[1:]), (dim * row, apart, row, *whole.stride()[1:]), whole.storage_offset()
+
+    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> None:
+        q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
+        q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
+        kv = {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        super().__init__(
+            ops.gemm,
+            place,
+            {q_name: q_size, **kv, gate_name: q_size},
+            hidden,
+            bias=config.attention_bias,
+            fp8_parts=[q_name, *kv],
+            units=(config.head_dim,),
         )
-        shape = (2 * query.shape[0], *query.shape[1:])
-        projection.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * query.length)
-    return projection
+        heads, dim = config.num_heads // place.tp_size, config.head_dim
+        fp8 = isinstance(self.weight, Fp8Weight)
+        group = self.weight.rows if fp8 else 1
+        wholes = [("weight", self.weight.data if fp8 else self.weight, dim)]
+        if fp8:
+            wholes.append(("weight_scale_inv", self.weight.scale, dim // group))
+        if self.bias is not None:
+            wholes.append(("bias", self.bias, dim))
+        for kind, whole, rows in wholes:
+            query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
+            target = _by_head(whole, query, gate, heads, rows)
+            if kind == "weight_scale_inv":
+                self.slots[f"{q_name}.{kind}"] = scale_slot(target, (2 * q_size, hidden), group)
+                continue
+            shape = (2 * query.shape[0], *query.shape[1:])
+            self.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * (query.length or q_size))
+
+
+class PackedGatedProjection(PackedLinear):
+    """The same in 2 bits."""
+
+    def __init__(self, feed: Feed, group: int, config: ModelConfig, place: Placement, name: str) -> None:
+        q_size, kv_size = config.q_size, config.kv_size
+        q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
+        parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
+        super().__init__(feed, place, parts, config.hidden_size, group, bias=config.attention_bias)
+        for kind, whole in self.planes().items():
+            query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
+            target = _by_head(whole, query, gate, config.num_heads, config.head_dim)
+            self.slots[f"{q_name}.{kind}"] = Slot(target, (2 * query.shape[0], *query.shape[1:]))
 
 
 class GatedAttention(Attention):
@@ -211,7 +243,11 @@ class GatedAttention(Attention):
     def make_projection(
         self, config: ModelConfig, ops: Ops, place: Placement, name: str
     ) -> ColumnLinear | PackedLinear:
-        return gated_projection(config, ops, place, name)
+        stored = [f"{name}.{part}_proj" for part in ("q", "k", "v")]
+        packing = ops.build.packing(stored, config.hidden_size)
+        if packing is None:
+            return GatedProjection(config, ops, place, name)
+        return PackedGatedProjection(*packing, config, place, name)
 
     def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         projected = self.qkv(x)
