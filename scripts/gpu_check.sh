@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about eight minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about nine minutes.
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -26,6 +26,10 @@ model=(--model-path benchmarks/configs/qwen3-8b --load-format dummy --dtype bflo
 label="Qwen3-8B geometry, bf16, random weights"
 hybrid=(--model-path benchmarks/configs/qwen3.5-27b --load-format dummy --dtype bfloat16 --random-seed 1)
 hybrid_label="Qwen3.5-27B geometry, bf16, random weights"
+experts=(--model-path benchmarks/configs/qwen3-30b-a3b --load-format dummy --dtype bfloat16 --random-seed 1)
+experts_label="Qwen3-30B-A3B geometry, bf16, random weights"
+fp8=(--model-path benchmarks/configs/qwen3.5-35b-a3b-fp8 --load-format dummy --dtype bfloat16 --random-seed 1)
+fp8_label="Qwen3.5-35B-A3B geometry, FP8, random weights"
 input=1024
 output=256
 failed=()
@@ -86,7 +90,8 @@ op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
 
-files=(ops qwen3-8b-one-batch qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
+files=(ops qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
+files+=(qwen3-30b-a3b-one-batch qwen3.5-35b-a3b-fp8-one-batch)
 for name in "${files[@]}"; do
     rm -f "$out/$name.jsonl"
 done
@@ -94,8 +99,15 @@ part "GPU tests" "$python" -m pytest -q -m gpu --continue-on-collection-errors t
 part "ops" op_figures
 part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
     --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
+    --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
 part "one batch, hybrid" "$python" -m freetoken.bench.one_batch "${hybrid[@]}" --label "$hybrid_label" \
     --shape "1x$input" 1x8192 "16x$input" --output-len 64 --repeats 2 --output "$out/qwen3.5-27b-one-batch.jsonl"
+part "one batch, experts" "$python" -m freetoken.bench.one_batch "${experts[@]}" --label "$experts_label" \
+    --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 --output "$out/qwen3-30b-a3b-one-batch.jsonl"
+part "one batch, FP8 experts" "$python" -m freetoken.bench.one_batch "${fp8[@]}" --label "$fp8_label" \
+    --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 \
+    --output "$out/qwen3.5-35b-a3b-fp8-one-batch.jsonl"
 part "prefix hit, hybrid" "$python" -m freetoken.bench.prefix_hit "${hybrid[@]}" --label "$hybrid_label" \
     --max-running-requests 4 --context-length 9000 --output "$out/qwen3.5-27b-prefix-hit.jsonl"
 part "server start" start_server

@@ -1,4 +1,4 @@
-"""Write a tiny random Llama, Qwen3 or Qwen3.5 checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
+"""Write a tiny random Llama, Qwen3 or Qwen3.5 (also with experts) checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
 
     python scripts/make_tiny_model.py OUT --arch qwen3 --format safetensors --shards 2
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
@@ -26,7 +26,14 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from freetoken.loader.gguf_tokenizer import byte_level_parts
-from freetoken.loader.names import canonical_name, expected_tensors, is_zero_centred
+from freetoken.loader.names import (
+    FP8_BLOCK,
+    canonical_name,
+    expected_tensors,
+    is_zero_centred,
+    scale_name,
+    scale_shape,
+)
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 from freetoken.models.parse import parse_hf_config
 
@@ -35,11 +42,21 @@ try:
 except ImportError:  # only GGUF files need it
     gguf = None
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+}
+HYBRIDS, MIXTURES, IN_GGUF = ("qwen3_5", "qwen3_5_moe"), ("qwen3_moe", "qwen3_5_moe"), ("llama", "qwen3")
+# What published FP8 checkpoints leave in their own type, by the ends of the names.
+NOT_IN_FP8 = ["lm_head", "mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"]
 FLOAT_QUANTS = ("f32", "f16", "bf16")
 BLOCK_QUANTS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 QUANTS = FLOAT_QUANTS + BLOCK_QUANTS
 WEIGHT_STD = 0.08
+FP8_LARGEST = 448.0
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -61,7 +78,11 @@ class TinyModel:
     """What to make. ``rope_scaling`` is the Hugging Face dictionary; ``extra_vocab`` adds embedding rows that the
     tokenizer does not know; ``pre`` is the tokenizer family (default: ``smollm`` for llama, ``qwen2`` for the others).
 
-    For qwen3_5: ``layer_pattern`` has a letter for each layer, ``l`` for linear and ``f`` for full attention (default: every fourth
+    For qwen3_moe and qwen3_5_moe: the sizes of the experts; ``stacked`` writes the experts of a layer as one tensor. For qwen3_moe
+    ``sparse_step`` and ``dense_layers`` (numbers and commas) say which layers have none. ``fp8`` stores linear layers in FP8 with
+    block scales, in any architecture.
+
+    For qwen3_5 and qwen3_5_moe: ``layer_pattern`` has a letter for each layer, ``l`` for linear and ``f`` for full attention (default: every fourth
     full), and ``vision`` writes the checkpoint as it is published, beside a vision tower and a layer of multi-token prediction.
     """
 
@@ -88,6 +109,15 @@ class TinyModel:
     layer_pattern: str | None = None
     partial_rotary: float = 0.25
     vision: bool = False
+    num_experts: int = 8
+    top_k: int = 2
+    expert_size: int = 24
+    shared_size: int = 40
+    norm_topk: bool = False
+    sparse_step: int = 1
+    dense_layers: str = ""
+    stacked: bool = False
+    fp8: bool = False
     add_bos: bool = False
     pre: str | None = None
     seed: int = 0
@@ -144,14 +174,41 @@ def hf_config(spec: TinyModel, vocab_size: int, dtype: str = "float32") -> dict[
         "eos_token_id": 2,
         "torch_dtype": dtype,
     }
-    return _hybrid_config(spec, config) if spec.arch == "qwen3_5" else config
+    if spec.arch in MIXTURES:
+        config |= _moe_config(spec)
+    if spec.fp8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": NOT_IN_FP8,
+        }
+    return _hybrid_config(spec, config) if spec.arch in HYBRIDS else config
+
+
+def _moe_config(spec: TinyModel) -> dict[str, Any]:
+    common = {
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.top_k,
+        "moe_intermediate_size": spec.expert_size,
+    }
+    if spec.arch == "qwen3_5_moe":
+        return {**common, "shared_expert_intermediate_size": spec.shared_size}
+    dense = [int(layer) for layer in spec.dense_layers.split(",") if layer]
+    return {
+        **common,
+        "norm_topk_prob": spec.norm_topk,
+        "decoder_sparse_step": spec.sparse_step,
+        "mlp_only_layers": dense,
+    }
 
 
 def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
     """The same with what linear attention adds, inside ``text_config`` where there is a vision tower."""
     kinds = {"l": LINEAR_ATTENTION, "f": FULL_ATTENTION}
     config |= {
-        "model_type": "qwen3_5_text",
+        "model_type": f"{spec.arch}_text",
         "linear_num_key_heads": spec.linear_key_heads,
         "linear_num_value_heads": spec.linear_value_heads,
         "linear_key_head_dim": spec.linear_key_dim,
@@ -168,21 +225,23 @@ def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
     if not spec.vision:
         return config
     outer = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [ARCHITECTURES[spec.arch].replace("CausalLM", "ConditionalGeneration")],
+        "model_type": spec.arch,
         "tie_word_embeddings": spec.tied,
-        "vision_config": {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "num_heads": 2},
+        "vision_config": {"model_type": f"{spec.arch}_vision", "depth": 1, "hidden_size": 16, "num_heads": 2},
     }
     del config["architectures"]
+    if "quantization_config" in config:
+        outer["quantization_config"] = config.pop("quantization_config")
     return {**outer, "text_config": config}
 
 
-def random_weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Float32 weights under canonical names: matrices and biases of standard deviation 0.08, norms around 1 (0 where 1 is
-    added to them), convolutions of 0.5, and decays of linear attention that remember from a token to some hundreds."""
+def random_weights(config: dict[str, Any], seed: int, stacked: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """Float32 weights under canonical names, whatever type they are stored in: matrices and biases of standard deviation 0.08, norms around 1 (0 where 1 is
+    added to them), convolutions of 0.5, routers of 0.5 so that no two experts tie, and decays of linear attention that remember from a token to some hundreds."""
     generator = np.random.default_rng(seed)
-    model = parse_hf_config(config, None, "tiny")
-    for name, shape in expected_tensors(model).items():
+    model = dataclasses.replace(parse_hf_config(config, None, "tiny"), fp8=None)
+    for name, shape in expected_tensors(model, stacked=stacked).items():
         noise = generator.standard_normal(shape).astype(np.float32)
         if model.zero_centred_norm and is_zero_centred(name):
             yield name, 0.2 * noise
@@ -191,7 +250,28 @@ def random_weights(config: dict[str, Any], seed: int) -> Iterator[tuple[str, np.
         elif name.endswith(("A_log", "dt_bias")):
             yield name, noise - 2.0
         else:
-            yield name, (0.5 if name.endswith("conv1d.weight") else WEIGHT_STD) * noise
+            yield name, (0.5 if name.endswith(("conv1d.weight", "mlp.gate.weight")) else WEIGHT_STD) * noise
+
+
+def quantise_fp8(weights: dict[str, torch.Tensor], config: dict[str, Any], stacked: bool) -> dict[str, torch.Tensor]:
+    """The same with the linear layers that ``config`` says are FP8 in that type, each followed by its block scales."""
+    expected = expected_tensors(parse_hf_config(config, None, "tiny"), stacked=stacked)
+    result: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if scale_name(name) not in expected:
+            result[name] = value
+            continue
+        rows, columns = value.shape[-2:]
+        scale = torch.empty(scale_shape(tuple(value.shape)))
+        data = torch.empty(value.shape, dtype=torch.float8_e4m3fn)
+        for row in range(0, rows, FP8_BLOCK):
+            for column in range(0, columns, FP8_BLOCK):
+                block = (..., slice(row, row + FP8_BLOCK), slice(column, column + FP8_BLOCK))
+                largest = value[block].float().abs().amax((-2, -1), keepdim=True)
+                scale[(..., row // FP8_BLOCK, column // FP8_BLOCK)] = largest[..., 0, 0] / FP8_LARGEST
+                data[block] = (value[block].float() / largest * FP8_LARGEST).to(torch.float8_e4m3fn)
+        result[name], result[scale_name(name)] = data, scale
+    return result
 
 
 def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -209,7 +289,10 @@ def write_safetensors(folder: Path, spec: TinyModel, quant: str = "f32", shards:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(spec)
     config = hf_config(spec, tokenizer.get_vocab_size() + spec.extra_vocab, str(dtype).removeprefix("torch."))
-    weights = {name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed)}
+    weights = {
+        name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed, spec.stacked)
+    }
+    weights = quantise_fp8(weights, config, spec.stacked) if spec.fp8 else weights
     weights = published_names(weights) if spec.vision else weights
     names = list(weights)
     weight_map: dict[str, str] = {}
@@ -387,6 +470,8 @@ def make_tiny_model(
     :class:`TinyModel`."""
     spec = TinyModel(**options)
     if format == "gguf":
+        if spec.arch not in IN_GGUF or spec.fp8:
+            raise SystemExit(f"GGUF files hold {' or '.join(IN_GGUF)}, without FP8")
         return write_gguf(Path(path), spec, quant)
     return write_safetensors(Path(path), spec, quant, shards)
 

@@ -18,6 +18,9 @@ TORCH_FREE = (
     "environ",
     "errors",
     "hardware",
+    "config_file",
+    "crash_dump",
+    "logs",
     "messages",
     "sampling_params",
     "server_args",
@@ -25,14 +28,19 @@ TORCH_FREE = (
     "launch_server",
     "server",
     "scheduler",
+    "grammar",
     "models/config",
+    "models/ple_config",
     "models/parse",
+    "models/parse_moe",
     "models/registry",
     "loader/gguf",
     "loader/tokenizer",
     "loader/checkpoint",
+    "loader/ple_table",
     "loader/demo",
     "runner/memory",
+    "runner/row_reader",
     "bench/figures",
     "bench/report",
     "bench/datasets",
@@ -40,13 +48,15 @@ TORCH_FREE = (
     "bench/serving",
     "bench/roof",
     "bench/cli",
+    "bench/hard_knocks",
 )
 HEAVY = ("torch", "transformers", "triton", "safetensors.torch")
 
 # Which rooms a room may import from. Rooms and files at the top that are not named here are leaves for everybody.
 ROOMS = {
-    "server": {"server", "loader", "models"},
-    "scheduler": {"scheduler", "runner"},
+    "server": {"server", "loader", "models", "grammar"},
+    "scheduler": {"scheduler", "runner", "grammar"},
+    "grammar": {"grammar"},
     "runner": {"runner", "models", "kernels", "loader", "scheduler"},
     "models": {"models", "kernels", "runner"},
     "loader": {"loader", "models"},
@@ -58,8 +68,13 @@ ONLY = {
     # What a step looks like and where its KV lies: types that a model's forward takes.
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
     ("server", "loader"): {"freetoken.loader.tokenizer", "freetoken.loader.demo"},
-    ("server", "models"): {"freetoken.models.config"},
-    ("loader", "models"): {"freetoken.models.config", "freetoken.models.parse", "freetoken.models.registry"},
+    ("server", "models"): {"freetoken.models.config", "freetoken.models.registry"},
+    ("loader", "models"): {
+        "freetoken.models.config",
+        "freetoken.models.parse",
+        "freetoken.models.ple_config",
+        "freetoken.models.registry",
+    },
 }
 LEAVES = ("environ", "errors", "hardware", "sampling_params")
 

@@ -60,7 +60,9 @@ def test_scripts_are_executable_and_stop_on_errors(path: str) -> None:
     assert "set -euo pipefail" in text or "set -uo pipefail" in text
 
 
-def test_kernels_ship_only_python() -> None:
-    """Everything under the package is found by setuptools without data-file rules."""
-    others = [p for p in (ROOT / "python" / "freetoken").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
-    assert others == []
+def test_whatever_is_not_python_has_a_packaging_rule() -> None:
+    package = ROOT / "python" / "freetoken"
+    (rule,) = re.findall(r"^\[tool\.setuptools\.package-data\]\nfreetoken = \[(.*)\]$", PYPROJECT, re.MULTILINE)
+    shipped = {path for pattern in re.findall(r'"(.*?)"', rule) for path in package.glob(pattern)}
+    others = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert others == shipped and package / "server" / "page.html" in shipped

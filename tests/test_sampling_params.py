@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freetoken import sampling_params as sp
 from freetoken.errors import RequestError
-from freetoken.sampling_params import SamplingParams
+from freetoken.sampling_params import Grammar, SamplingParams
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -59,11 +59,22 @@ def test_numbers_are_accepted_exactly_in_range(name: str, value: float) -> None:
 @given(value=st.integers() | st.integers(-5, 100))
 def test_integers_are_accepted_exactly_in_range(name: str, value: int) -> None:
     low, high, _ = INTEGERS[name]
-    if value >= low and (high is None or value <= high):
+    if low <= value <= (2**63 - 1 if high is None else high):
         values = {name: value} | ({"max_new_tokens": value} if name == "min_new_tokens" and value else {})
         assert getattr(SamplingParams.from_dict(values), name) == value
     else:
         assert refused(**{name: value}).param == name
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [1e30, 10**30, float("inf")])
+def test_integers_too_large_for_json_are_out_of_range(name: str, value: Any) -> None:
+    assert "must be between" in refused(**{name: value}).message
+
+
+def test_stop_says_what_it_may_be() -> None:
+    assert refused(stop=5).message == "stop must be a string or a list of strings"
+    assert refused(stop_token_ids="a").message == "stop_token_ids must be a list of token ids"
 
 
 @pytest.mark.parametrize("name", [*RANGES, *INTEGERS])
@@ -193,3 +204,51 @@ def test_decoding_validates_too() -> None:
     data = msgspec.msgpack.encode({"temperature": -1.0})
     with pytest.raises(RequestError, match="temperature"):
         msgspec.msgpack.decode(data, type=SamplingParams)
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+
+def test_sglangs_grammar_fields_become_a_grammar() -> None:
+    schema = {"z": 1, "a": [None, "é"]}
+    by_object = SamplingParams.from_dict({"json_schema": schema}).grammar
+    assert by_object == Grammar(kind="json_schema", text='{"z":1,"a":[null,"é"]}', param="json_schema")
+    assert SamplingParams.from_dict({"json_schema": by_object.text}).grammar == by_object
+    assert SamplingParams.from_dict({"regex": "a+"}).grammar == Grammar(kind="regex", text="a+", param="regex")
+    assert SamplingParams.from_dict({"ebnf": "x", "regex": None, "json_schema": None}).grammar.param == "ebnf"
+    assert SamplingParams.from_dict({"regex": None}).grammar is None
+    one = SamplingParams.from_dict({"regex": "a", "n": 2, "seed": 1})
+    assert one.for_choice(1).grammar == one.grammar
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=SamplingParams) == one
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"regex": ""}, "regex"),
+        ({"regex": 5}, "regex"),
+        ({"ebnf": ["a"]}, "ebnf"),
+        ({"json_schema": ""}, "json_schema"),
+        ({"json_schema": {"x": float("nan")}}, "json_schema"),
+        ({"json_schema": {"x": "\ud800"}}, "json_schema"),
+        ({"json_schema": {"x": {1}}}, "json_schema"),
+        ({"regex": "x" * (sp.MAX_GRAMMAR_BYTES + 1)}, "regex"),
+        ({"regex": "é" * (sp.MAX_GRAMMAR_BYTES // 2 + 1)}, "regex"),
+        ({"regex": "a", "ebnf": "b"}, "regex"),
+        ({"regex": "a", "grammar": Grammar(kind="json_object")}, "regex"),
+        ({"grammar": "a"}, "grammar"),
+    ],
+)
+def test_bad_grammar_fields_are_named(values: dict[str, Any], param: str) -> None:
+    assert refused(**values).param == param
+
+
+def test_grammars_themselves() -> None:
+    for values in ({"kind": "xml", "text": "a"}, {"kind": "json_object", "text": "a"}, {"kind": "lark"}):
+        with pytest.raises(RequestError):
+            Grammar(**values)
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(grammar=Grammar(kind="regex", text="a", after=99)).check_vocabulary(99)
+    assert caught.value.param == "grammar"
+    with pytest.raises(RequestError):
+        Grammar(kind="regex", text="a", after=-1)

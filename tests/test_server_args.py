@@ -64,8 +64,10 @@ def test_resolve_is_pure(facts: Facts) -> None:
 def test_nothing_is_left_undecided_and_reasons_name_fields(facts: Facts) -> None:
     config = settle(facts)
     for field in dataclasses.fields(config):
-        # The loader decides the format when it sees the files.
-        assert getattr(config, field.name) != "auto" or field.name == "load_format", field.name
+        # The loader decides the format when it sees the files, the server the parsers when it sees the chat template, the runner
+        # where tables go when it sees the memory.
+        late = ("load_format", "reasoning_parser", "tool_call_parser", "ple_table")
+        assert getattr(config, field.name) != "auto" or field.name in late, field.name
     known = {field.name for field in dataclasses.fields(config)} | {"cuda_graph_max_bs"}
     assert set(config.reasons) <= known
     assert {"device", "dtype", "attention_backend", "context_length", "max_running_requests"} <= set(config.reasons)
@@ -137,6 +139,9 @@ def test_device_reasons() -> None:
         ("device", "tpu"),
         ("load_format", "pickle"),
         ("schedule_policy", "random"),
+        ("api_key", ""),
+        ("tool_call_parser", "pythonic"),
+        ("reasoning_parser", "r1"),
         ("attention_backend", "magic"),
         ("log_level", "loud"),
         ("kv_cache_dtype", "int8"),
@@ -273,3 +278,23 @@ def test_state_cache() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         assert "--state-cache-gb" in refused(CPU, state_cache_gb=wrong)
     assert "--state-checkpoint-interval" in refused(CPU, state_checkpoint_interval=0)
+
+
+def test_the_hard_watchdog_is_for_gpus_unless_asked_for() -> None:
+    assert (settle(GPU).watchdog_timeout, settle(CPU).watchdog_timeout) == (300.0, 0.0)
+    assert (
+        settle(CPU, watchdog_timeout=5).watchdog_timeout == 5 and settle(GPU, watchdog_timeout=0).watchdog_timeout == 0
+    )
+    for name in ("watchdog_timeout", "soft_watchdog_timeout"):
+        for value in (-1.0, float("nan")):
+            assert f"--{name.replace('_', '-')}" in refused(**{name: value})
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "http://localhost:3000", "https://a.example"])
+def test_origins(origin: str) -> None:
+    assert settle(cors_allow_origins=[origin]).cors_allow_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://a.example, https://b.example", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    assert "--cors-allow-origins" in refused(cors_allow_origins=[origin])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from freetoken.errors import FreetokenError, RequestError
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest, Finish, RequestOutput, TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.server.detokenizer import OutputText
@@ -70,6 +71,7 @@ class Engine:
         **server_args: Any,
     ) -> None:
         from freetoken.runner.model_runner import ModelRunner
+        from freetoken.scheduler.grammar import Grammars
         from freetoken.scheduler.scheduler import Scheduler
 
         path = model_path if model_path is None else os.fspath(model_path)
@@ -78,7 +80,9 @@ class Engine:
         args = ServerArgs.from_dict({**unbounded, "model_path": path, "device": device, "dtype": dtype, **server_args})
         self.config, self.tokenizer = prepare(args)
         self._runner: Any = ModelRunner(self.config)
-        self._scheduler: Any = Scheduler(self.config, self._runner, check_invariants=False)
+        tokenizer, config = self.tokenizer, self.config
+        self._compiler = GrammarCompiler(lambda: tokenizer, config.sample_vocab, config.model.eos_token_ids)
+        self._scheduler: Any = Scheduler(config, self._runner, grammars=Grammars(self._compiler))
         self._live: dict[str, _Live] = {}
         self._counter = itertools.count()
         self._lock = threading.RLock()
@@ -106,15 +110,16 @@ class Engine:
         sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
+        priority: int = 0,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
         """Generate for one prompt or a list of them.
 
         Give ``prompt`` (text) or ``input_ids`` (token ids), and one dictionary of sampling parameters for all or a list
         with one for each. Returns ``{"text", "output_ids", "meta_info"}`` for a single prompt with ``n`` 1, else a list of
         them in order; with ``stream`` an iterator of such dictionaries with the text so far and, for more than one
-        sequence, the ``index`` of the one that grew. Raises :class:`~freetoken.errors.RequestError` for a bad request.
+        sequence, the ``index`` of the one that grew. Higher ``priority`` goes first, with ``enable_priority_scheduling``. Raises :class:`~freetoken.errors.RequestError` for a bad request.
         """
-        single, lives = self._submit(prompt, sampling_params, input_ids)
+        single, lives = self._submit(prompt, sampling_params, input_ids, priority)
         if stream:
             results = self._stream(lives, single)
             # Started at once, so that dropping the iterator unread ends its requests too.
@@ -128,7 +133,7 @@ class Engine:
             self._forget(lives)
         return answers[0] if single else answers
 
-    def _submit(self, prompt: Any, sampling_params: Any, input_ids: Any) -> tuple[bool, list[_Live]]:
+    def _submit(self, prompt: Any, sampling_params: Any, input_ids: Any, priority: int) -> tuple[bool, list[_Live]]:
         if (prompt is None) == (input_ids is None):
             raise RequestError("give either prompt or input_ids", param="prompt")
         if prompt is not None:
@@ -138,11 +143,15 @@ class Engine:
         params = self._params(sampling_params, len(prompts))
         for each in params:
             each.check_vocabulary(self.config.model.vocab_size)
+            if each.grammar is not None:
+                self._compiler.compile(each.grammar)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError("priority must be an integer", param="priority")
         name = "prompt" if input_ids is None else "input_ids"
         with self._lock:
             if self._scheduler is None:
                 raise FreetokenError("this engine has been shut down")
-            lives = [self._add(ids, p, i, name) for ids, p in zip(prompts, params) for i in range(p.n)]
+            lives = [self._add(ids, p, i, name, priority) for ids, p in zip(prompts, params) for i in range(p.n)]
         return single and len(lives) == 1, lives
 
     def _encode(self, prompt: Any) -> tuple[bool, list[list[int]]]:
@@ -165,10 +174,10 @@ class Engine:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
         return [SamplingParams.from_sglang(value, self.config.model.sampling_defaults) for value in given]
 
-    def _add(self, ids: list[int], params: SamplingParams, choice: int, name: str) -> _Live:
+    def _add(self, ids: list[int], params: SamplingParams, choice: int, name: str, priority: int) -> _Live:
         live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids), name)
         self._live[live.rid] = live
-        self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice)))
+        self._scheduler.add(AddRequest(live.rid, ids, params.for_choice(choice), priority))
         return live
 
     def _step(self) -> None:
@@ -191,7 +200,8 @@ class Engine:
         live.prompt_logprobs = output.prompt_logprobs or live.prompt_logprobs
         live.cached_tokens = output.cached_tokens
         finish = output.finish
-        hidden = finish is not None and finish.kind == "stop" and not live.params.no_stop_trim
+        stop_token = finish is not None and finish.kind == "stop" and finish.matched is not None
+        hidden = stop_token and not live.params.no_stop_trim
         text, matched = live.text.push(output.ids[:-1] if hidden else output.ids)
         if finish is not None and matched is None:
             text += live.text.flush()

@@ -35,12 +35,15 @@ class EnvVar:
 
 _KERNEL_HELP = "`1` fused kernel on CUDA and reference elsewhere, `0` reference, `check` both, compared on every call"
 
+_FAULT = "Fault switch for tests, logged as a warning, 0 for none:"
+
 TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_FUSED_NORM", "kernel", "1", f"RMSNorm with the residual add: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_ROPE", "kernel", "1", f"q/k norm, rotary embedding and KV write: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_SILU_MUL", "kernel", "1", f"SwiGLU activation: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_SMALL_GEMM", "kernel", "1", f"Dense products of few tokens: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_GDN_FUSED_CONV", "kernel", "1", f"Convolution of Gated DeltaNet: {_KERNEL_HELP}."),
     EnvVar(
         "FREETOKEN_GDN_FUSED_DECODE",
@@ -72,9 +75,30 @@ TABLE: tuple[EnvVar, ...] = (
         "leaves inputs in floating point and multiplies with dequantised weights, slowly, for comparisons of accuracy.",
         (0, 32, 64, 128),
     ),
+    EnvVar("FREETOKEN_MOE_FUSED_ROUTE", "kernel", "1", f"Choice of experts and grouping of routes: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_MOE_FUSED_GEMM", "kernel", "1", f"Products of mixture-of-experts layers: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_FP8_FUSED_GEMM", "kernel", "1", f"Dense products with FP8 weights: {_KERNEL_HELP}."),
+    EnvVar("FREETOKEN_PLE_FUSED_HASH", "kernel", "1", f"Row ids of hashed n-grams (PLE): {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PLE_FUSED_MIX",
+        "kernel",
+        "1",
+        f"Gates of n-gram embeddings (PLE) and their convolution in decode steps: {_KERNEL_HELP}.",
+    ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."
+    ),
+    EnvVar("FREETOKEN_FAULT_STUCK_STEP", "int", "0", f"{_FAULT} the step of this number never ends."),
+    EnvVar("FREETOKEN_FAULT_FAILING_KERNEL", "int", "0", f"{_FAULT} the step of this number raises an error."),
+    EnvVar(
+        "FREETOKEN_FAULT_RETRACT_EVERY", "int", "0", f"{_FAULT} the youngest request is retracted every so many steps."
+    ),
+    EnvVar(
+        "FREETOKEN_FAULT_SLOW_CLIENT",
+        "float",
+        "0",
+        f"{_FAULT} seconds each piece of an answer waits before it is sent.",
     ),
     EnvVar("FREETOKEN_COMMIT", "str", "", "Commit to write into benchmark figures where the tree is no git checkout."),
     EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),
@@ -130,3 +154,8 @@ def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int |
     if unknown:
         raise EnvironmentValueError(f"{unknown[0]} is not a freetoken setting; docs/env.md lists them all")
     return {row.name: get(row.name, source) for row in TABLE}
+
+
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of this process with ``changes``, for a process that it starts."""
+    return {**os.environ, **changes}

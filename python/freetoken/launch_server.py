@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -11,14 +12,14 @@ from typing import Any
 
 import uvloop
 
-from freetoken import environ, server_args
+from freetoken import environ, logs, server_args
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import RequestError, StartupError
 from freetoken.messages import Channel
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.frontend import Frontend
 from freetoken.server.http import build_app
-from freetoken.server.lifecycle import HttpServer, Scheduler, listen, server_address
+from freetoken.server.lifecycle import HttpServer, Scheduler, give_memory_back, listen, server_address
 from freetoken.server.metrics import kernel_table
 from freetoken.server.progress import Progress
 from freetoken.server_args import Config, ServerArgs
@@ -43,7 +44,9 @@ def main(
     try:
         environ.validate()
         args = server_args.parse(argv)
-        _set_up_logging(args.log_level)
+        logs.set_up(args.log_level, replace=True)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        give_memory_back()
         with listen(args.host, args.port) as listener:
             opened = open_checkpoint(args)
             config = configure(args, opened)
@@ -55,13 +58,6 @@ def main(
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 async def _serve(config: Config, tokenizer: Tokenizer, listener: socket.socket, target: str) -> int:
@@ -120,6 +116,9 @@ async def _start_up(config: Config, frontend: Frontend, progress: Progress, addr
         raise StartupError(f"the scheduler was not ready after {limit:g} seconds (FREETOKEN_LAUNCH_TIMEOUT)") from None
     except RequestError as error:
         raise StartupError(error.message) from None
+    # What the start made stays for good, so the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
     frontend.mark_ready()
     progress.close()
     log.info(ready_line(config, frontend.info, address))

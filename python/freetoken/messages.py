@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -18,11 +19,15 @@ from freetoken.sampling_params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag=True):
-    """One sequence to generate. ``ids`` is the prompt; ``sampling.n`` is already spread by the sender (always 1 here)."""
+    """One sequence to generate. ``ids`` is the prompt; ``sampling.n`` is already spread by the sender (always 1 here).
+
+    Among waiting requests higher ``priority`` goes first.
+    """
 
     rid: str
     ids: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 class AbortRequest(msgspec.Struct, tag=True):
@@ -107,8 +112,9 @@ class RequestOutput(msgspec.Struct, array_like=True):
 class SchedulerStats(msgspec.Struct):
     """A snapshot of the scheduler for metrics, health and the batch line; counters grow from the start.
 
-    The ``state_`` fields are about checkpoints of recurrent state: blocks of host memory, prefix hits that restored one,
-    and checkpoints given up for newer ones.
+    The ``state_`` fields are about checkpoints of recurrent state: blocks of host memory and the bytes of one, prefix hits
+    that restored one, and checkpoints given up for newer ones. The ``_step_ms`` fields are means over the last steps without
+    and with prompt tokens.
     """
 
     running: int = 0
@@ -130,6 +136,9 @@ class SchedulerStats(msgspec.Struct):
     state_blocks_total: int = 0
     state_hits: int = 0
     state_evictions: int = 0
+    state_block_bytes: int = 0
+    decode_step_ms: float = 0.0
+    prefill_step_ms: float = 0.0
 
 
 class StepOutput(msgspec.Struct, tag=True):
@@ -232,6 +241,16 @@ class Channel:
         return _socket(context, zmq.PULL, self.requests_address, False), _socket(
             context, zmq.PUSH, self.outputs_address, False
         )
+
+    def send_once(self, message: ToFrontend) -> None:
+        """Send one last message to the frontend, from any thread of the scheduler's process, and wait until it is out or a
+        second or two have passed."""
+        context = zmq.Context()
+        socket = _socket(context, zmq.PUSH, self.outputs_address, False)
+        socket.setsockopt(zmq.SNDTIMEO, 1000)
+        with contextlib.suppress(zmq.Again):
+            socket.send(encode(message))
+        context.destroy(linger=1000)
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, bind: bool) -> zmq.Socket[bytes]:

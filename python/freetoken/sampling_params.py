@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from typing import Any
 
 import msgspec
@@ -15,6 +15,39 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_N = 64
+MAX_GRAMMAR_BYTES = 256 << 10
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "ebnf", "lark")
+# SGLang's sampling parameters that name a grammar by its text; json_schema is JSON text or an object.
+_GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must match from its first token to its end.
+
+    ``kind`` is ``json_object`` (any JSON object; ``text`` is empty), ``json_schema`` (``text`` is the schema as JSON),
+    ``regex`` (Rust's syntax, anchored at both ends, its classes those of ASCII), ``ebnf`` (llama.cpp's GBNF with the rule ``root``, or Lark with the
+    rule ``start``) or ``lark`` (llguidance's Lark dialect with the rule ``start``). ``param`` is the client's field, which
+    errors name. With ``after`` the output is free up to and including the first token of that id, and the grammar governs
+    what comes behind it (the end of thinking, say); the output cannot end before it.
+    """
+
+    kind: str
+    text: str = ""
+    param: str = "response_format"
+    after: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise _bad(self.param, f"a grammar must be of a kind in {', '.join(GRAMMAR_KINDS)}")
+        if not isinstance(self.text, str) or (self.text == "") != (self.kind == "json_object"):
+            raise _bad(self.param, f"{self.param} must be a text that is not empty")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise _bad(self.param, f"{self.param} holds half a surrogate pair, which is not a character") from None
+        if size > MAX_GRAMMAR_BYTES:
+            raise _bad(self.param, f"{self.param} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+        _integer(self.param, self.after, 0, 2**31 - 1, optional=True)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -23,6 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``max_new_tokens`` ``None`` means up to the context length. ``temperature`` 0 is greedy (ties go to the lower id).
     ``top_k`` -1 or 0 keeps the whole vocabulary. ``logprobs`` ``None`` returns none, 0 the chosen token's alone, k > 0
     the k most likely beside it; ``prompt_logprobs`` likewise for the prompt. ``seed`` ``None`` lets the server choose.
+
+    ``grammar`` constrains the output. It decides when the output may end: below ``min_new_tokens``, and with
+    ``ignore_eos``, stop tokens are left out while the grammar allows anything else.
     """
 
     max_new_tokens: int | None = None
@@ -44,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -78,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"{name} must be a boolean")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise _bad("grammar", "grammar must be a Grammar")
         self._check_stops()
         self._check_bias()
 
@@ -112,25 +151,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise :class:`RequestError` when an id named here lies outside ``[0, vocab_size)``."""
-        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
+        after = () if self.grammar is None or self.grammar.after is None else (self.grammar.after,)
+        named = (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids), ("grammar", after))
+        for name, ids in named:
             for token in ids:
                 if token >= vocab_size:
                     raise _bad(name, f"{name} names token id {token}, but the vocabulary has {vocab_size} ids")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """Build from SGLang-style keys; lists become tuples, ``logit_bias`` keys may be decimal strings.
+        """Build from SGLang-style keys; lists become tuples, ``logit_bias`` keys may be decimal strings, and one of
+        ``json_schema`` (JSON text or an object), ``regex`` and ``ebnf`` becomes the ``grammar``.
 
         Raises :class:`RequestError` naming the first unknown or bad key.
         """
         known = dict(values)
+        grammar = _grammar_field(known)
+        if grammar is not None:
+            known["grammar"] = grammar
         for key in known:
             if key not in cls.__struct_fields__:
                 raise RequestError(f"unknown sampling parameter {key!r}", param=key, code="unknown_parameter")
         stop = known.get("stop", ())
-        known["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else _as_tuple("stop", stop)
+        known["stop"] = (
+            ()
+            if stop is None
+            else (stop,)
+            if isinstance(stop, str)
+            else _as_tuple("stop", stop, "a string or a list of strings")
+        )
         ids = known.get("stop_token_ids", ())
-        known["stop_token_ids"] = () if ids is None else _as_tuple("stop_token_ids", ids)
+        known["stop_token_ids"] = () if ids is None else _as_tuple("stop_token_ids", ids, "a list of token ids")
         if known.get("logit_bias") is not None:
             known["logit_bias"] = _bias_keys(known["logit_bias"])
         return cls(**known)
@@ -167,10 +218,35 @@ def _bad(param: str, message: str) -> RequestError:
     return RequestError(message, param=param)
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise _bad(name, f"{name} must be a list")
+        raise _bad(name, f"{name} must be {what}")
     return tuple(value)
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A JSON schema given as JSON text, or as what was read from it, as JSON text."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        # Python's encoder keeps the order of keys, which is the order of a generated object's members.
+        return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _bad(param, f"{param} must be a JSON schema") from None
+
+
+def _grammar_field(values: dict[str, Any]) -> Grammar | None:
+    """Take SGLang's grammar fields out of ``values``."""
+    given = {name: values.pop(name) for name in _GRAMMAR_FIELDS if name in values}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
+        return None
+    if len(named) > 1 or values.get("grammar") is not None:
+        other = named[1] if len(named) > 1 else "grammar"
+        raise _bad(named[0], f"{named[0]} and {other} exclude each other")
+    name = named[0]
+    text = schema_text(given[name], name) if name == "json_schema" else given[name]
+    return Grammar(kind=name, text=text, param=name)
 
 
 def _bias_keys(value: Any) -> dict[int, float]:
@@ -189,14 +265,18 @@ def _bias_keys(value: Any) -> dict[int, float]:
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _bad(name, f"{name} must be a number")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:
         raise _bad(name, f"{name} must lie between {low:g} and {high:g}, not {value!r}"[:200])
 
 
 def _integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and abs(value) >= 2**63 and (high is None or isinstance(value, float)):
+        # As a float: how JSON readers hand on an integer that is too large.
+        raise _bad(name, f"{name} is out of range: it must be between {low} and {2**63 - 1 if high is None else high}")
+    if not number or isinstance(value, float):
         raise _bad(name, f"{name} must be an integer")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -10,16 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from freetoken.config_file import read_config_file
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
 from freetoken.models.config import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+REASONING_PARSERS = ("auto", "none", "qwen3")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "llama3")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+PLE_TABLES = ("auto", "gpu", "pinned", "mmap")
 
 
 def _flag(
@@ -67,6 +72,18 @@ class ServerArgs:
     chat_template: str | None = _flag(
         None, "model", "Path of a Jinja chat template to use instead of the model's own.", kind=str
     )
+    reasoning_parser: str = _flag(
+        "auto",
+        "model",
+        "How thoughts are told from the answer; auto: by the marks in the chat template, else by the model.",
+        choices=REASONING_PARSERS,
+    )
+    tool_call_parser: str = _flag(
+        "auto",
+        "model",
+        "How tool calls are written; auto: by the marks in the chat template, else by the model.",
+        choices=TOOL_CALL_PARSERS,
+    )
     random_seed: int | None = _flag(
         None, "model", "Seed for requests without one and for dummy weights; default: drawn at start.", kind=int
     )
@@ -74,7 +91,13 @@ class ServerArgs:
     host: str = _flag("127.0.0.1", "http", "Address to listen on.")
     port: int = _flag(30000, "http", "Port to listen on.", kind=int)
     api_key: str | None = _flag(
-        None, "http", "Key clients must send as a bearer token; guards all but /health.", kind=str
+        None, "http", "Key clients must send as a bearer token; guards all but /health and the page at /.", kind=str
+    )
+    cors_allow_origins: list[str] = _flag(
+        [],
+        "http",
+        "Origins whose pages may call this server from a browser (https://host:port), or `*` for all; default none.",
+        kind=str,
     )
     max_request_bytes: int = _flag(
         16 * 2**20, "http", "Largest request body in bytes; a larger one is a 413.", kind=int
@@ -87,6 +110,36 @@ class ServerArgs:
     )
     decode_log_interval: int = _flag(
         40, "http", "Decode steps between two batch lines in the log; 0 for none.", kind=int
+    )
+
+    config: str | None = _flag(
+        None,
+        "operations",
+        "YAML file of flags by name (`max-running-requests: 64`); the command line wins, unknown names are refused.",
+        kind=str,
+    )
+    log_requests: str = _flag(
+        "access",
+        "operations",
+        "What the log says of each request: nothing, a line when it ends, also its parameters when it starts, also prompts "
+        "and outputs. Only `text` shows what clients wrote.",
+        choices=("off", "access", "params", "text"),
+    )
+    soft_watchdog_timeout: float = _flag(
+        60.0, "operations", "Seconds a step may take before the scheduler's stacks are logged; 0 for never.", kind=float
+    )
+    watchdog_timeout: float | None = _flag(
+        None,
+        "operations",
+        "Seconds a step may take before the server logs all stacks, ends every request with an error and exits; 0 for "
+        "never; default 300 on CUDA, never on the CPU.",
+        kind=float,
+    )
+    crash_dump_folder: str | None = _flag(
+        None,
+        "operations",
+        "Folder for a JSON file about each crash: open requests without their text, configuration, last steps, stacks.",
+        kind=str,
     )
 
     device: str = _flag(
@@ -115,6 +168,14 @@ class ServerArgs:
         kind=int,
     )
 
+    ple_table: str = _flag(
+        "auto",
+        "memory",
+        "Where the tables of n-gram embeddings are held: GPU memory, page-locked host memory that the GPU reads, or mapped files "
+        "whose rows the host fetches; auto: the first of these that has room.",
+        choices=PLE_TABLES,
+    )
+
     max_running_requests: int | None = _flag(
         None, "scheduling", "Requests decoded at once; default 256 on CUDA, 32 on the CPU.", kind=int
     )
@@ -138,6 +199,11 @@ class ServerArgs:
     )
     schedule_policy: str = _flag(
         "fcfs", "scheduling", "Order of the queue: first come, or longest prefix match.", choices=("fcfs", "lpm")
+    )
+    enable_priority_scheduling: bool = _flag(
+        False,
+        "scheduling",
+        "Serve requests by their `priority`, higher first; one that does not fit takes the place of lower ones.",
     )
     disable_radix_cache: bool = _flag(False, "scheduling", "Do not reuse the KV of shared prefixes.")
     disable_overlap_schedule: bool = _flag(False, "scheduling", "Plan a step only after the one before has ended.")
@@ -163,6 +229,8 @@ class ServerArgs:
         for key in values:
             if key not in names:
                 raise StartupError(f"unknown argument {key!r}; docs/flags.md lists them all")
+        if isinstance(values.get("config"), str):
+            values = {**_from_config_file(values["config"]), **values}
         args = cls(**values)
         for row in dataclasses.fields(cls):
             _check_type(row.name, str(row.type), getattr(args, row.name))
@@ -173,7 +241,8 @@ class ServerArgs:
 class Config:
     """The resolved configuration. Fields mean what the flag of the same name means, with every ``auto`` decided.
 
-    ``max_total_tokens`` stays ``None`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
+    ``reasoning_parser`` and ``tool_call_parser`` stay ``auto`` until the chat template is known.
+    ``max_total_tokens`` stays ``None`` and ``ple_table`` may stay ``auto`` until memory is sized after loading. ``cuda_graph_bs`` is empty when decode runs
     eagerly. ``model_overrides`` is what ``--json-model-override-args`` holds, already laid over ``model``.
     ``sample_vocab`` is the number of ids that may be sampled (the tokenizer's, never above the embedding's rows). ``reasons`` maps a derived field to one clause
     that says why.
@@ -186,6 +255,8 @@ class Config:
     dtype: str
     context_length: int
     chat_template: str | None
+    reasoning_parser: str
+    tool_call_parser: str
     random_seed: int
     host: str
     port: int
@@ -195,7 +266,12 @@ class Config:
     enable_metrics: bool
     skip_server_warmup: bool
     log_level: str
+    log_requests: str
+    cors_allow_origins: tuple[str, ...]
     decode_log_interval: int
+    soft_watchdog_timeout: float
+    watchdog_timeout: float
+    crash_dump_folder: str | None
     device: str
     tp_size: int
     mem_fraction_static: float
@@ -204,12 +280,14 @@ class Config:
     page_size: int
     state_cache_bytes: int
     state_checkpoint_interval: int
+    ple_table: str
     max_running_requests: int
     max_queued_requests: int
     max_queued_tokens: int
     chunked_prefill_size: int
     max_prefill_tokens: int
     schedule_policy: str
+    priority_scheduling: bool
     radix_cache: bool
     overlap: bool
     attention_backend: str
@@ -256,8 +334,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Parse a command line; a bad one prints a sentence and exits 2."""
-    return ServerArgs(**vars(parser().parse_args(argv)))
+    """Parse a command line; a bad one prints a sentence and exits 2. :class:`StartupError` for a bad ``--config`` file."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    if args.config is not None:
+        flags.set_defaults(**_from_config_file(args.config))
+        args = flags.parse_args(argv)
+    return ServerArgs(**vars(args))
+
+
+def _from_config_file(path: str) -> dict[str, Any]:
+    rows = {row.name: row for row in dataclasses.fields(ServerArgs) if row.name != "config"}
+    spelled = {name.lstrip("-").replace("-", "_"): row.name for row in rows.values() for name in row.metadata["names"]}
+    values = read_config_file(path, rows, spelled)
+    for name, value in values.items():
+        try:
+            _check_type(name, str(rows[name].type), value)
+        except StartupError as error:
+            raise StartupError(f"--config {path}: {error}") from None
+    return values
 
 
 def graph_buckets(largest: int) -> tuple[int, ...]:
@@ -302,16 +397,17 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
         "float": (int, float),
         "bool": (bool,),
         "list[int]": (list, tuple),
+        "list[str]": (list, tuple),
     }
     right = isinstance(value, right_types[kind]) and (kind == "bool" or not isinstance(value, bool))
-    if right and kind == "list[int]":
-        right = all(type(item) is int for item in value)
+    if right and kind.startswith("list"):
+        right = all(type(item) is (int if kind == "list[int]" else str) for item in value)
     if not right:
         raise StartupError(f"argument {name!r} must be of type {annotation}, not {type(value).__name__}")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
-    if value < low or (high is not None and value > high):
+    if not value >= low or (high is not None and value > high):
         bounds = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
         raise StartupError(f"--{name.replace('_', '-')} must be {bounds}, not {value}")
 
@@ -322,9 +418,16 @@ def _check_values(args: ServerArgs) -> None:
         if choices and value not in choices:
             raise StartupError(f"--{row.name.replace('_', '-')} must be one of {', '.join(choices)}, not {value!r}")
     _check_range("port", args.port, 0, 65535)
+    if args.api_key == "":
+        raise StartupError("--api-key is empty, which guards nothing; give a key, or leave the flag out")
     for name in ("max_queued_requests", "max_request_bytes", "stream_interval", "tp_size", "state_checkpoint_interval"):
         _check_range(name, getattr(args, name), 1, None)
-    _check_range("decode_log_interval", args.decode_log_interval, 0, None)
+    for name in ("decode_log_interval", "soft_watchdog_timeout", "watchdog_timeout"):
+        if getattr(args, name) is not None:
+            _check_range(name, getattr(args, name), 0, None)
+    for origin in args.cors_allow_origins:
+        if not re.fullmatch(r"\*|null|https?://[^/\s,?#]+", origin):
+            raise StartupError(f"--cors-allow-origins must be * or like https://host:port, not {origin!r}")
     for name in (
         "context_length",
         "max_total_tokens",
@@ -397,6 +500,8 @@ def resolve(
         dtype=dtype,
         context_length=context,
         chat_template=args.chat_template,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
         random_seed=r.pick("random_seed", args.random_seed, seed, "drawn at start"),
         host=args.host,
         port=args.port,
@@ -406,7 +511,14 @@ def resolve(
         enable_metrics=args.enable_metrics,
         skip_server_warmup=args.skip_server_warmup,
         log_level=args.log_level,
+        log_requests=args.log_requests,
+        cors_allow_origins=tuple(args.cors_allow_origins),
         decode_log_interval=args.decode_log_interval,
+        soft_watchdog_timeout=args.soft_watchdog_timeout,
+        watchdog_timeout=r.pick(
+            "watchdog_timeout", args.watchdog_timeout, 300.0 if cuda else 0.0, f"default on {device}"
+        ),
+        crash_dump_folder=args.crash_dump_folder,
         device=device,
         tp_size=args.tp_size,
         mem_fraction_static=r.pick(
@@ -424,6 +536,7 @@ def resolve(
             )
         ),
         state_checkpoint_interval=max(1, args.state_checkpoint_interval // args.page_size) * args.page_size,
+        ple_table=args.ple_table,
         max_running_requests=running,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=r.pick(
@@ -435,6 +548,7 @@ def resolve(
         chunked_prefill_size=chunk,
         max_prefill_tokens=max(prefill, chunk),
         schedule_policy=args.schedule_policy,
+        priority_scheduling=args.enable_priority_scheduling,
         radix_cache=not args.disable_radix_cache,
         overlap=overlap,
         attention_backend=backend,

@@ -58,3 +58,12 @@ def prepare(args: ServerArgs) -> tuple[Config, Tokenizer]:
     """:func:`open_model` and :func:`configure` in one, for callers in the same process."""
     opened = open_model(args)
     return configure(args, opened), opened.tokenizer
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer again, in a process that was given the configuration alone."""
+    path = Path(config.model_path)
+    if config.load_format == "dummy" and config.tokenizer_path is None and not _has_tokenizer(path):
+        return byte_tokenizer(config.model.vocab_size)
+    checkpoint = open_checkpoint(config.model_path, config.load_format, config.model_overrides)
+    return load_tokenizer(checkpoint, config.tokenizer_path)

@@ -11,7 +11,7 @@ from freetoken.bench import figures, one_batch, roof, summary
 from freetoken.bench.one_batch import BatchDriver, Timing
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
-from freetoken.models.config import ModelConfig
+from freetoken.models.config import Fp8Config, ModelConfig, MoeConfig
 from freetoken.scheduler.request import ScheduleBatch, StepResult
 from freetoken.server_args import Config, ServerArgs, resolve
 
@@ -108,17 +108,37 @@ def test_weight_elements_against_a_list_of_tensors(tied: bool, bias: bool) -> No
         layer += [(16,), (8,), (8,), (8,), (16,), (16,), (8,)]
     tensors = layer * 3 + [(8,), (100, 8)]
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors)
-    assert roof.weight_elements(model) == count
+    assert roof.weight_bytes_read(model, requests=1, dtype="bfloat16") == 2 * count
 
 
 def test_step_counts() -> None:
-    weights = roof.weight_elements(MODEL)
+    weights = roof.weight_bytes_read(MODEL, requests=1, dtype="bfloat16") / 2
     got = roof.decode_bytes(MODEL, requests=2, depth=10, dtype="bfloat16", kv_dtype="float32")
     assert got == weights * 2 + 2 * 10 * (2 * 3 * 8 * 4)
     pairs = sum(position + 1 for position in range(5))
     by_hand = 2 * 5 * roof.matrix_elements(MODEL) + 3 * 4 * 4 * 4 * pairs + 2 * 100 * 8
     assert roof.prefill_flops(MODEL, requests=1, tokens=5) == by_hand
     assert roof.prefill_flops(MODEL, requests=7, tokens=5) == 7 * by_hand
+
+
+def test_experts_count_by_use() -> None:
+    """Two layers of four experts, two a token: a step of one token reads half of them, prompts multiply by two each."""
+    moe = MoeConfig(num_experts=4, top_k=2, intermediate_size=6, norm_topk_prob=True, shared_intermediate_size=5)
+    model = dataclasses.replace(MODEL, num_layers=2, moe=moe)
+    dense = dataclasses.replace(MODEL, num_layers=2)
+    expert, shared, router = 3 * 8 * 6, 3 * 8 * 5 + 8, 4 * 8
+    mlp = 3 * 8 * 16
+    for requests, used in ((1, 2.0), (2, 3.0)):
+        read = roof.weight_bytes_read(model, requests=requests, dtype="bfloat16")
+        plain = roof.weight_bytes_read(dense, requests=requests, dtype="bfloat16")
+        assert read - plain == 2 * 2 * (used * expert + shared + router - mlp)
+    assert roof.matrix_elements(model) - roof.matrix_elements(dense) == 2 * (2 * expert + shared + router - mlp)
+    fp8 = dataclasses.replace(model, fp8=Fp8Config())
+    less = roof.weight_bytes_read(model, requests=1, dtype="bfloat16")
+    less -= roof.weight_bytes_read(fp8, requests=1, dtype="bfloat16")
+    held = 2 * expert + shared - 8 + 2 * 16 * 8 + 2 * 8 * 8
+    scales = 4 * (2 * 2 + 3 + 4)
+    assert less == 2 * (held - scales)
 
 
 def test_qwen3_8b_has_its_published_size() -> None:
@@ -132,7 +152,7 @@ def test_qwen3_8b_has_its_published_size() -> None:
         head_dim=128,
         intermediate_size=12288,
     )
-    assert roof.weight_elements(model) + 151936 * 4096 == 8190735360
+    assert roof.weight_bytes_read(model, requests=1, dtype="bfloat16") / 2 + 151936 * 4096 == 8190735360
 
 
 def test_roofs_are_measured() -> None:

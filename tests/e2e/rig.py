@@ -10,9 +10,11 @@ from typing import Any
 
 from oracle import Generated
 
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest, Finish, RequestOutput
 from freetoken.runner.model_runner import ModelRunner
 from freetoken.sampling_params import SamplingParams
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.request import ScheduleBatch
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.server_args import ServerArgs
@@ -49,7 +51,10 @@ class Rig:
         config, self.tokenizer = prepare(ServerArgs(model_path=str(path), device="cpu", dtype="float32", **flags))
         self.config = dataclasses.replace(config, overlap=overlap, cuda_graph_bs=cuda_graph_bs)
         self.runner = ModelRunner(self.config)
-        self.scheduler = Scheduler(self.config, self, check_invariants=True)
+        self.compiler = GrammarCompiler(
+            lambda: self.tokenizer, self.config.sample_vocab, self.config.model.eos_token_ids
+        )
+        self.scheduler = Scheduler(self.config, self, grammars=Grammars(self.compiler), check_invariants=True)
         self.answers: dict[str, Answer] = {}
         self.shapes: list[Shape] = []
 
@@ -74,6 +79,9 @@ class Rig:
     def launch(self, batch: ScheduleBatch) -> Any:
         self.shapes.append(Shape(len(batch.decodes), [piece.length for piece in batch.prefills]))
         return self.runner.launch(batch)
+
+    def draw(self, handle: Any, masks: Any) -> None:
+        self.runner.draw(handle, masks)
 
     def collect(self, handle: Any) -> Any:
         return self.runner.collect(handle)

@@ -241,6 +241,29 @@ def test_logprobs_of_chat_and_completions(client: openai.OpenAI) -> None:
     assert "".join(plain.logprobs.tokens or []).startswith("the rain")
 
 
+def test_structured_output_by_the_client(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 22]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    whole = client.chat.completions.create(
+        model="tiny", messages=user("Give me a number"), response_format=form, n=3, max_tokens=60
+    )
+    assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
+    assert all(json.loads(choice.message.content or "")["n"] in (1, 22) for choice in whole.choices)
+    stream = client.completions.create(
+        model="tiny", prompt="A code: ", extra_body={"regex": "[A-F]{3}-[0-9]{2}"}, stream=True, max_tokens=60
+    )
+    assert re.fullmatch("[A-F]{3}-[0-9]{2}", "".join(chunk.choices[0].text for chunk in stream if chunk.choices))
+    form["json_schema"]["schema"] = {"type": "array", "items": {"type": "strin"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user("x"), response_format=form, stream=True)
+    assert caught.value.param == "response_format.json_schema.schema.items.type"
+
+
 def test_native_generate(tiny: Server) -> None:
     body: dict[str, Any] = {"sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}}
     whole = tiny.post("/generate", input_ids=[5, 6, 7], **body).json()

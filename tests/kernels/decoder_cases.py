@@ -108,6 +108,15 @@ CASES = [
         {"width": FFN, "BLOCK": 1024, "EARLY": False},
         {"num_warps": 4},
     ),
+    KernelCase(
+        "token_mask",
+        "freetoken.kernels.token_mask.triton:token_mask_kernel",
+        {"logits_ptr": "*fp32", "places_ptr": "*i64", "masks_ptr": "*i32"}
+        | dict.fromkeys(("row_stride", "words", "vocab"), "i32"),
+        {"BLOCK": 4096},
+        {"num_warps": 8},
+        divisible=("row_stride", "vocab"),
+    ),
     *(_product(name, 1) for name in PRODUCTS),
     *(_product(name, 16) for name in PRODUCTS),
     *(_product(name, m, hopper=True) for name in PRODUCTS for m in (1, 16)),

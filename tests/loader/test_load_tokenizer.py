@@ -411,16 +411,25 @@ def test_where_a_folder_keeps_its_template_and_specials(tiny_folder: Path, tmp_p
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<unk>", "bos_token": "other"}))
     tokenizer = load_tokenizer(checkpoint)
-    assert tokenizer.chat_template == "D"
+    assert tokenizer.chat_template == "D" and tokenizer.named_templates == {"tool_use": "T"}
     assert (tokenizer.bos_token, tokenizer.unk_token, tokenizer.eos_token) == ("<s>", "<unk>", None)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
     assert load_tokenizer(checkpoint).chat_template == "J"
     (folder / "chat_template.jinja").write_text("{{ jinja }}")
-    assert load_tokenizer(checkpoint).chat_template == "{{ jinja }}"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer.chat_template == "{{ jinja }}" and tokenizer.named_templates == {"tool_use": "{{ tools }}"}
     for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja"):
         (folder / name).unlink()
     bare = load_tokenizer(checkpoint)
     assert bare.chat_template is None and bare.special_tokens == {}
+
+
+def test_a_gguf_file_with_several_templates(tiny_gguf: Path, tmp_path: Path) -> None:
+    change = {"tokenizer.chat_template.tool_use": "T", "tokenizer.chat_templates": ["tool_use"]}
+    tokenizer = load_tokenizer(open_checkpoint(rewrite_metadata(tiny_gguf, tmp_path / "named.gguf", change)))
+    assert tokenizer.chat_template == CHAT_TEMPLATE and tokenizer.named_templates == {"tool_use": "T"}
 
 
 def test_byte_fallback_and_truncation_of_a_folder(tiny_folder: Path, tmp_path: Path) -> None:

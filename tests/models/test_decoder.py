@@ -218,7 +218,7 @@ def test_random_weights_are_seeded_and_sensible() -> None:
     models = [build_model(config, dtype=torch.bfloat16, device="cpu", max_positions=64) for _ in range(3)]
     for model, seed in zip(models, (5, 5, 6), strict=True):
         model.random_weights(seed)
-    first, again, other = (model.layers[1].gate_up.weight for model in models)
+    first, again, other = (model.layers[1].mlp.gate_up.weight for model in models)
     assert torch.equal(first, again) and not torch.equal(first, other)
     logits = OneRequest(models[0], 32).feed(PROMPT)
     assert torch.isfinite(logits).all() and 0.2 < float(logits.std()) < 5
@@ -235,8 +235,8 @@ def test_tensor_parallel_shards_add_up() -> None:
         model.load_weights(oracle.state_dict().items())
         ranks.append(model.layers[0])
     x = torch.randn(5, 48)
-    parts = [layer.down(layer.gate_up(x)) for layer in ranks]
-    torch.testing.assert_close(parts[0] + parts[1], whole.down(whole.gate_up(x)))
+    parts = [layer.mlp(x) for layer in ranks]
+    torch.testing.assert_close(parts[0] + parts[1], whole.mlp(x))
     assert torch.equal(torch.cat([layer.mixer.qkv.weight[48:64] for layer in ranks]), whole.mixer.qkv.weight[96:128])
     with pytest.raises(StartupError, match=r"num_attention_heads \(6\) does not divide over 4"):
         DecoderModel(model_config(oracle), dtype=torch.float32, device="cpu", max_positions=64, tp_size=4)

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from freetoken.errors import StartupError
-from freetoken.models.registry import MODELS, find
+from freetoken.models.registry import MODELS, ModelEntry, find
+from freetoken.server.parsers import REASONING, TOOL_CALLS
+from freetoken.server_args import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOOK = """
 import sys
@@ -24,6 +26,16 @@ def test_lookup_and_dispatch_import_no_torch() -> None:
     environ = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
     result = subprocess.run([sys.executable, "-c", LOOK], env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)
+def test_every_row_names_parsers_that_there_are(entry: ModelEntry) -> None:
+    assert entry.reasoning_parser in ("none", *REASONING) and entry.tool_call_parser in ("none", *TOOL_CALLS)
+
+
+def test_flags_name_the_parsers_that_there_are() -> None:
+    assert ("auto", "none", *REASONING) == REASONING_PARSERS
+    assert ("auto", "none", *TOOL_CALLS) == TOOL_CALL_PARSERS
 
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)

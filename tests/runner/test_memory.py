@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetoken.errors import StartupError
-from freetoken.models.config import ModelConfig
+from freetoken.models.config import Fp8Config, ModelConfig, MoeConfig
 from freetoken.runner.memory import GIB, check_model_fits, plan_memory, step_bytes
 
 
@@ -99,6 +99,21 @@ def test_step_bytes_grow_with_each_part() -> None:
     small = step_bytes(model(), **base)  # type: ignore[arg-type]
     for key, value in (("prefill_tokens", 4096), ("rows", 128), ("page_table_entries", 2000), ("dtype", "float32")):
         assert step_bytes(model(), **{**base, key: value}) > small  # type: ignore[arg-type]
+
+
+def test_a_step_of_experts() -> None:
+    """Activations and outputs of every route, of at most one slice of tokens; FP8 keeps room for one matrix as floats."""
+    moe = MoeConfig(num_experts=8, top_k=3, intermediate_size=5_000, norm_topk_prob=True)
+    sizes = {"dtype": "bfloat16", "rows": 1, "page_table_entries": 0}
+
+    def needs(tokens: int, **changes: object) -> int:
+        return step_bytes(model(moe=moe, intermediate_size=0, **changes), prefill_tokens=tokens, **sizes)  # type: ignore[arg-type]
+
+    routes = (3 + 1) * ((5_000 + 4096) * 2 + 16)
+    alone = (4 * 4096 + 8 + 2 * 4096) * 2
+    assert needs(200) - needs(100) == 100 * (routes + alone)
+    assert needs(3 * 8192) - needs(2 * 8192) == 8192 * alone
+    assert needs(100, fp8=Fp8Config()) > needs(100)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded() -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from freetoken.kernels.dispatch import Choice
+from freetoken.kernels.token_mask import TokenMask
 from freetoken.runner.penalties import IN_PROMPT, MAX_COUNT, TokenCounts
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
 from freetoken.runner.staging import HostRing
-from freetoken.sampling_params import SamplingParams
+from freetoken.sampling_params import Grammar, SamplingParams
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice
 
 VOCAB = 257
+
+
+def choice(op: str, impl: str) -> Choice:
+    return Choice(op, "", impl, "the test says so")
 
 
 def make_sampler(max_rows: int = 8, vocab: int = VOCAB, known: int | None = None, default_seed: int = 0) -> Sampler:
@@ -401,3 +408,102 @@ def test_a_step_never_waits_for_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(((out.ids >= 0) & (out.ids < 49_990)).all() for out in outs)
+
+
+# --- token masks -----------------------------------------------------------------------------------------------------
+
+
+def masked_req(row: int, **asked: object) -> Req:
+    req = make_req(row, grammar=Grammar(kind="regex", text="a"), **asked)
+    req.constraint = cast(Any, object())  # the sampler asks only whether there is one
+    return req
+
+
+def masks_of(*allowed: list[int], vocab: int = VOCAB) -> np.ndarray:
+    masks = np.zeros((len(allowed), (vocab + 31) // 32), dtype=np.uint32)
+    for mask, ids in zip(masks, allowed):
+        for token in ids:
+            mask[token // 32] |= np.uint32(1 << (token % 32))
+    return masks.view(np.int32)
+
+
+def masked_step(
+    sampler: Sampler, reqs: list[Req], logits: torch.Tensor, masks: np.ndarray, index: int = 0
+) -> SampleOutput:
+    plan = sampler.plan(batch_of(reqs, index))
+    sent = sampler.send_masks(masks)
+    masks.fill(0)
+    return sampler.sample(logits.clone(), plan, sent)
+
+
+def use(sampler: Sampler, impl: str) -> Sampler:
+    """The sampler with the kernels of a GPU where ``impl`` is ``triton``."""
+    sampler.choice = choice("sample", impl)
+    sampler._mask = TokenMask(choice("token_mask", impl))
+    return sampler
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_only_allowed_ids_are_drawn_whatever_else_is_asked(impl: str) -> None:
+    wishes: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 50},
+        {"top_p": 0.3},
+        {"min_p": 0.9},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 2.0, "logit_bias": {7: 100.0}},
+        {"repetition_penalty": 2.0, "min_new_tokens": 9, "logprobs": 2},
+    ]
+    sampler = use(make_sampler(), impl)
+    reqs = [masked_req(row, seed=row, **wish) for row, wish in enumerate(wishes)]
+    sampler.register(reqs)
+    draw = np.random.default_rng()
+    for index in range(3 if impl == "triton" else 20):
+        allowed = [sorted(draw.choice(VOCAB, size=draw.integers(1, 4), replace=False).tolist()) for _ in reqs]
+        logits = logits_for(len(reqs), seed=index, spread=9.0)
+        ids = masked_step(sampler, reqs, logits, masks_of(*allowed), index).ids.tolist()
+        assert all(token in ids_of for token, ids_of in zip(ids, allowed))
+        best = max(allowed[0], key=lambda token, row=logits[0]: float(row[token]))
+        assert ids[0] == best
+
+
+def test_rows_without_a_mask_are_drawn_as_ever() -> None:
+    sampler, plain = make_sampler(), make_sampler()
+    reqs = [make_req(0, seed=1), masked_req(1, seed=2), make_req(2, seed=3, top_k=9)]
+    sampler.register(reqs)
+    plain.register(reqs)
+    logits = logits_for(3, seed=4)
+    mixed = masked_step(sampler, reqs, logits, masks_of([5])).ids.tolist()
+    assert mixed[1] == 5
+    assert [mixed[0], mixed[2]] == step(plain, [reqs[0], reqs[2]], logits[[0, 2]])[1].ids.tolist()
+
+
+def test_a_mask_that_allows_everything_changes_nothing() -> None:
+    sampler = make_sampler()
+    req, twin = masked_req(0, seed=5, top_p=0.9), make_req(1, seed=5, top_p=0.9)
+    sampler.register([req, twin])
+    logits = logits_for(1, seed=6)
+    full = np.full((1, (VOCAB + 31) // 32), -1, dtype=np.int32)
+    assert masked_step(sampler, [req], logits, full).ids.tolist() == step(sampler, [twin], logits)[1].ids.tolist()
+
+
+def test_a_minimum_length_is_left_to_the_masks() -> None:
+    sampler = make_sampler()
+    req = masked_req(0, temperature=0.0, min_new_tokens=5)
+    sampler.register([req])
+    assert masked_step(sampler, [req], logits_for(1), masks_of([0])).ids.tolist() == [0]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    sampler = make_sampler()
+    req = masked_req(0, temperature=0.0, logprobs=3)
+    sampler.register([req])
+    logits = logits_for(1, seed=9)
+    plan = sampler.plan(batch_of([req]))
+    assert plan.path == "argmax+edits"
+    out = sampler.sample(logits.clone(), plan, sampler.send_masks(masks_of([11])))
+    (entry,) = plan.entries(out.device_tensors()) or [None]
+    assert entry is not None and entry.id == 11
+    expected = logits.log_softmax(-1)[0]
+    assert entry.logprob == pytest.approx(float(expected[11]), abs=1e-5)
+    assert entry.top_ids == expected.topk(3).indices.tolist()

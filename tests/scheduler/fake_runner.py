@@ -17,16 +17,39 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.hardware import Facts
 from freetoken.messages import AddRequest, RequestOutput, TokenLogprob
 from freetoken.models.config import ModelConfig
 from freetoken.sampling_params import SamplingParams
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.request import Req, ScheduleBatch, StepResult
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.server_args import Config, ServerArgs, resolve
 
 VOCAB = 50
 EOS = 7
+TEXT = 'abcdefg\0hijklmnopqrstuvwxyz0123456789{}[]":,. -+_~'
+"""One character an id, to be read by grammars; that of ``EOS`` is no text."""
+
+
+class CharTokenizer:
+    """Ids as the characters of :data:`TEXT`."""
+
+    special_ids = frozenset({EOS})
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [TEXT.find(character) for character in text]
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<end>" if token == EOS else TEXT[token].encode()
+
+
+def make_compiler(eos: tuple[int, ...] = (EOS,)) -> GrammarCompiler:
+    return GrammarCompiler(CharTokenizer, VOCAB, eos)
+
+
+COMPILER = make_compiler()
 
 
 def make_config(*, overlap: bool = True, eos: tuple[int, ...] = (EOS,), context: int = 4096, **flags: Any) -> Config:
@@ -52,10 +75,19 @@ def make_config(*, overlap: bool = True, eos: tuple[int, ...] = (EOS,), context:
     return dataclasses.replace(config, overlap=overlap)
 
 
-def next_token(sequence: array[int], seed: int, out_index: int, banned: frozenset[int], state: int = 0) -> int:
-    """The token after ``sequence``, as a sampler with a per-request seed would draw it."""
+def next_token(
+    sequence: array[int],
+    seed: int,
+    out_index: int,
+    banned: frozenset[int],
+    state: int = 0,
+    allowed: list[int] | None = None,
+) -> int:
+    """The token after ``sequence``, as a sampler with a per-request seed would draw it; with ``allowed`` one of those."""
     value = zlib.crc32(sequence.tobytes(), seed & 0xFFFFFFFF) ^ state
     value = zlib.crc32(out_index.to_bytes(4, "little"), value)
+    if allowed is not None:
+        return allowed[value % len(allowed)]
     while value % VOCAB in banned:
         value = zlib.crc32(b"again", value)
     return value % VOCAB
@@ -76,14 +108,50 @@ def alone(
     limit = min(config.context_length, pool_tokens) - len(prompt)
     if sampling.max_new_tokens is not None:
         limit = min(limit, sampling.max_new_tokens)
-    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(config.model.eos_token_ids))
+    eos = set(config.model.eos_token_ids)
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     ids: list[int] = []
+    if sampling.grammar is not None:
+        return _alone_in_grammar(prompt, sampling, seed, limit, stops, eos, stateful)
     for index in range(limit):
         banned = frozenset(stops) if index < sampling.min_new_tokens else frozenset()
         state = advance(FRESH, prompt + ids)[1] if stateful else 0
         ids.append(next_token(array("i", prompt + ids), seed, index, banned, state))
         if ids[-1] in stops and index >= sampling.min_new_tokens:
             return ids, "stop", ids[-1]
+    return ids, "length", None
+
+
+def open_ids(mask: Any) -> list[int]:
+    """The ids of the vocabulary whose bits are set in a mask of int32 words."""
+    words = [int(word) & 0xFFFFFFFF for word in mask]
+    return [token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1]
+
+
+def _alone_in_grammar(
+    prompt: list[int], sampling: SamplingParams, seed: int, limit: int, stops: set[int], eos: set[int], stateful: bool
+) -> tuple[list[int], str, int | None]:
+    grammar = sampling.grammar
+    assert grammar is not None
+    matcher, free = COMPILER.compile(grammar).deep_copy(), grammar.after is not None
+    ids: list[int] = []
+    for index in range(limit):
+        state = advance(FRESH, prompt + ids)[1] if stateful else 0
+        allowed = list(range(VOCAB)) if free else open_ids(memoryview(matcher.compute_bitmask()).cast("i"))
+        late = (stops if free or index < sampling.min_new_tokens else set()) | (
+            eos if free or sampling.ignore_eos or index < sampling.min_new_tokens else set()
+        )
+        allowed = [token for token in allowed if token not in late] or allowed
+        token = next_token(array("i", prompt + ids), seed, index, frozenset(), state, allowed)
+        ids.append(token)
+        if token in stops | eos:
+            return ids, "stop", token
+        if free:
+            free = token != grammar.after
+        else:
+            assert matcher.consume_token(token)
+            if matcher.is_stopped():
+                return ids, "stop", None
     return ids, "length", None
 
 
@@ -104,6 +172,8 @@ class _Work:
     banned: frozenset[int]
     logprobs: bool
     prompt_logprobs: list[TokenLogprob]
+    masked: bool
+    allowed: list[int] | None = None
 
 
 @dataclass
@@ -114,6 +184,7 @@ class _Step:
     works: list[_Work]
     restores: list[tuple[int, int]]
     snapshots: list[tuple[int, int]]
+    drawn: bool = True
 
 
 @dataclass
@@ -159,13 +230,28 @@ class FakeRunner:
         works = [self._prepare(piece.req, piece) for piece in batch.slices]
         assert len({work.row for work in works}) == len(works), "a row is in the step twice"
         self._check_writes(works)
+        assert all(step.drawn for step in self.flights), "a step is launched before the one before has been drawn"
         self.flights.append(self._prepare_copies(batch, works))
+        self.flights[-1].drawn = not batch.masked
         self.prefill_tokens += sum(piece.length for piece in batch.prefills)
         self.batches.append((len(batch.decodes), batch.num_tokens))
         return batch.step
 
+    def draw(self, handle: int, masks: Any) -> None:
+        step = self.flights[-1]
+        assert len(self.flights) == 1, "masks are made while a step before is not drained"
+        assert step.number == handle and not step.drawn
+        masked = [work for work in step.works if work.sample and work.masked]
+        assert masks.shape == (len(masked), COMPILER.mask_words)
+        for work, mask in zip(masked, masks):
+            work.allowed = open_ids(mask)
+            assert work.allowed, f"{work.rid}: nothing may be drawn"
+        masks.fill(0)  # nobody may look at it again
+        step.drawn = True
+
     def collect(self, handle: int) -> StepResult:
         step = self.flights.popleft()
+        assert step.drawn, "a step is collected that was not drawn"
         assert step.number == handle, "steps are collected out of order"
         result = StepResult([], [])
         for row, block in step.restores:
@@ -239,9 +325,10 @@ class FakeRunner:
             piece.sample,
             piece.out_index,
             req.seed,
-            req.stop_ids if ban else frozenset(),
+            req.stop_ids if ban and req.constraint is None else frozenset(),
             req.sampling.logprobs is not None,
             entries,
+            req.constraint is not None,
         )
 
     def _written(self, work: _Work) -> tuple[int, ...]:
@@ -280,7 +367,7 @@ class FakeRunner:
             result.prompt_logprobs[work.rid] = work.prompt_logprobs
         if not work.sample:
             return
-        drawn = next_token(sequence, work.seed, work.out_index, work.banned, state)
+        drawn = next_token(sequence, work.seed, work.out_index, work.banned, state, work.allowed)
         tokens.append(drawn)
         result.ids.append(drawn)
         assert result.logprobs is not None
@@ -308,7 +395,10 @@ class Harness:
         self.config = config
         self.runner = FakeRunner(config, num_pages, max_rows, state_blocks)
         self.ticks = 0
-        self.scheduler = Scheduler(config, self.runner, clock=clock or self._tick, check_invariants=True)
+        clock = clock or self._tick
+        self.scheduler = Scheduler(
+            config, self.runner, grammars=Grammars(COMPILER, clock), clock=clock, check_invariants=True
+        )
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.requests: dict[str, AddRequest] = {}
         free = self.scheduler.pages.free
@@ -328,8 +418,8 @@ class Harness:
     def pool_tokens(self) -> int:
         return (self.runner.num_pages - 1) * self.config.page_size
 
-    def add(self, rid: str, ids: list[int], **sampling: Any) -> None:
-        request = AddRequest(rid, ids, SamplingParams(**{"seed": 3, **sampling}))
+    def add(self, rid: str, ids: list[int], priority: int = 0, **sampling: Any) -> None:
+        request = AddRequest(rid, ids, SamplingParams(**{"seed": 3, **sampling}), priority)
         self.requests[rid] = request
         self.scheduler.add(request)
 

@@ -54,7 +54,7 @@ def test_longest_prefix_order() -> None:
 
 
 def test_the_youngest_is_retracted() -> None:
-    assert policy.victim([3, 9, 4]) == 1
+    assert policy.victims([policy.Standing(0, a) for a in (3, 9, 4)]) == [1, 2, 0]
 
 
 def test_derived_seeds_are_spread_and_repeatable() -> None:

@@ -21,29 +21,10 @@ from freetoken.messages import AddRequest, Channel, RequestOutput, SchedulerStat
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.process import STATS_SECONDS, SchedulerProcess, run_scheduler
 from freetoken.server_args import Config
-from scheduler.fake_runner import VOCAB, FakeRunner, make_config
+from scheduler.fake_process import ProcessRunner
+from scheduler.fake_runner import VOCAB, make_config
 
 M = TypeVar("M")
-DELAY = 0.002
-
-
-class ProcessRunner(FakeRunner):
-    """What the process asks of a runner besides steps; a step takes about ``DELAY`` seconds."""
-
-    def __init__(self, config: Config, progress: Callable[[str, int, int, str], None]) -> None:
-        super().__init__(config, num_pages=300, max_rows=4)
-        for done in range(2001):
-            progress("loading weights", done, 2000, "bytes")
-
-    def launch(self, batch: Any) -> int:
-        time.sleep(DELAY)
-        return super().launch(batch)
-
-    def info(self) -> dict[str, object]:
-        return {"kernels": [], "max_total_tokens": (self.num_pages - 1) * self.size}
-
-    def graph_counts(self) -> tuple[dict[str, int], int]:
-        return {"8": 5}, 2
 
 
 def use_runner(monkeypatch: pytest.MonkeyPatch, runner: Callable[..., Any]) -> None:
@@ -224,6 +205,9 @@ def test_profile(process: Running, peer: Peer, tmp_path: Path) -> None:
     file.write_text("")
     reply = profile(True, file / "below")
     assert not reply.ok and str(file) in reply.message
+    for odd in ("a\0b", "x" * 5000):
+        reply = profile(True, odd)
+        assert not reply.ok and "cannot write" in reply.message
     assert profile(True, tmp_path / "traces").ok
     reply = profile(True, tmp_path / "traces")
     assert not reply.ok and "already" in reply.message

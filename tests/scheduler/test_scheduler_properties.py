@@ -10,8 +10,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from freetoken.sampling_params import Grammar
 from freetoken.scheduler import policy
 
+# The last one fits nothing but the token that ends a request.
+GRAMMARS = [
+    Grammar(kind="json_schema", text='{"type": "object", "properties": {"a": {"enum": ["x", 12]}}, "required": ["a"]}'),
+    Grammar(kind="regex", text="[a-z]{0,30}"),
+    Grammar(kind="regex", text="(ab|cd)+", after=3),
+    Grammar(kind="lark", text='start: "[" start "]" | /[a-f]/'),
+    Grammar(kind="regex", text="()"),
+]
 STEM = [(7 * i * i + 3 * i) % 50 for i in range(48)]
 
 
@@ -25,7 +34,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         order=st.sampled_from(["fcfs", "lpm"]),
         pool=st.sampled_from([64, 96, 400]),
         rows=st.integers(1, 5),
-        flags=st.fixed_dictionaries({"overlap": st.booleans(), "disable_radix_cache": st.booleans()}),
+        flags=st.fixed_dictionaries(
+            {name: st.booleans() for name in ("overlap", "disable_radix_cache", "enable_priority_scheduling")}
+        ),
         start=st.sampled_from([0.0, policy.RATIO_START]),
         shared=st.sampled_from([2, policy.SHARED_PREFIX_TOKENS]),
         blocks=st.sampled_from([None, 0, 1, 3, 50]),
@@ -76,13 +87,26 @@ class SchedulerHistory(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, 49), max_size=3),
         least=st.integers(0, 3),
         scored=st.booleans(),
+        grammar=st.sampled_from([None, None, *GRAMMARS]),
+        priority=st.integers(-1, 2),
     )
     def add(
-        self, stem: int, tail: list[int], new: int | None, ignore_eos: bool, stops: list[int], least: int, scored: bool
+        self,
+        stem: int,
+        tail: list[int],
+        new: int | None,
+        ignore_eos: bool,
+        stops: list[int],
+        least: int,
+        scored: bool,
+        grammar: Grammar | None,
+        priority: int,
     ) -> None:
         self.harness.add(
             f"r{self.count}",
             STEM[:stem] + tail or [1],
+            priority if self.harness.config.priority_scheduling else 0,
+            grammar=grammar,
             max_new_tokens=new,
             ignore_eos=ignore_eos,
             stop_token_ids=tuple(stops),

@@ -37,6 +37,10 @@ class Served:
     def post(self, path: str, value: object, **kwargs: object) -> httpx.Response:
         return httpx.post(self.url + path, json=value, timeout=20, **kwargs)
 
+    def post_text(self, path: str, text: str) -> httpx.Response:
+        """A body that is not made by a JSON library."""
+        return httpx.post(self.url + path, content=text.encode(), timeout=20)
+
     def get(self, path: str, **kwargs: object) -> httpx.Response:
         return httpx.get(self.url + path, timeout=20, **kwargs)
 

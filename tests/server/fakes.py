@@ -176,10 +176,10 @@ class FakeScheduler:
         text = bytes(i for i in message.ids if i < 256).decode("utf-8", "replace")
         script = None
         if "say:" in text:
-            said = text.partition("say:")[2].partition("\n")[0]
+            said = text.rpartition("say:")[2].partition("\n")[0]
             script = [*said.encode(), EOS]
         elif "ids:" in text:
-            script = [*map(int, text.partition("ids:")[2].partition("\n")[0].split(",")), EOS]
+            script = [*map(int, text.rpartition("ids:")[2].partition("\n")[0].split(",")), EOS]
         elif "die:" in text:
             os.kill(os.getpid(), signal.SIGKILL)
         room = self.config.context_length - len(message.ids)

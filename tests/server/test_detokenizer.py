@@ -156,3 +156,11 @@ def test_cost_of_a_token_does_not_grow(tokenizer: ByteTokenizer, token: int) -> 
     for _ in range(10_000):
         output.push([token])
     assert seconds() < 5 * early + 0.01
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NoisyTokenizer()])
+def test_special_tokens_that_are_shown(tokenizer: ByteTokenizer) -> None:
+    ids = [BOS, *b"a", EOS, *b"b"]
+    for shown, text in (((), "ab"), ((EOS,), "a<|im_end|>b"), ((BOS, EOS), "<bos>a<|im_end|>b")):
+        output = OutputText(tokenizer, SamplingParams(), shown)
+        assert "".join(output.push([token])[0] for token in ids) + output.flush() == text

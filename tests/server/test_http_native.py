@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import httpx
+
 from server.conftest import Served, serving
 
 
@@ -109,6 +111,8 @@ def test_server_info(server: Served) -> None:
 
 
 def test_health(server: Served) -> None:
+    head = httpx.head(server.url + "/health")
+    assert head.status_code == 200 and head.content == b"" and head.headers["content-type"] == "application/json"
     assert server.get("/health").json() == {"status": "ready"}
     before = len(server.fake.added)
     assert server.get("/health_generate").status_code == 200

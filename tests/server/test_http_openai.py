@@ -143,6 +143,14 @@ def test_echo_and_legacy_logprobs(server: Served, stream: bool) -> None:
     assert logprobs["top_logprobs"][5] == {"a": -0.97}
 
 
+def test_text_offsets_of_half_characters(server: Served) -> None:
+    """A prompt that ends inside a character shows a replacement character, and the output begins behind it."""
+    choice = server.complete([104, 0xC3], echo=True, logprobs=0, max_tokens=2).json()["choices"][0]
+    assert choice["text"] == "h\ufffdab" and choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    said = server.complete("ids:195,97", logprobs=0).json()["choices"][0]
+    assert said["text"] == "\ufffda" and said["logprobs"]["text_offset"] == [0, 1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs(server: Served, stream: bool) -> None:
     answer = server.chat("say:é!", logprobs=True, top_logprobs=2, stream=stream)

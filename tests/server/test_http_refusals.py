@@ -54,10 +54,9 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}), ("parallel_tool_calls", False), ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}), ("regex", "a+"), ("ebnf", "a"),
-        ("reasoning_effort", "high"), ("separate_reasoning", True), ("priority", 1), ("modalities", ["text", "audio"]),
+        ("functions", [{"name": "f"}]), ("tool_choice", {"type": "allowed_tools"}), ("reasoning", {"effort": "low"}),
+        ("function_call", {"name": "f"}), ("guided_regex", "a+"), ("json_schema", {}),
+        ("reasoning_effort", "high"), ("stream_reasoning", False), ("priority", 1), ("modalities", ["text", "audio"]),
         ("audio", {}), ("prediction", {}), ("best_of", 2), ("store", True), ("service_tier", "flex"),
         ("web_search_options", {}), ("echo", True),
     ],
@@ -76,11 +75,47 @@ def test_what_is_not_served_is_refused_by_name(server: Served, field: str, value
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": []}], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], "messages[0].tool_calls[0].function.name"),
+        ([{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}], "messages[0].tool_calls[0].id"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+         "messages[0].tool_calls[0].function.arguments"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+         "messages[0].tool_calls[0].function.arguments"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
+        ([{"role": "assistant", "content": "x", "reasoning": 5}], "messages[0].reasoning"),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
     ],
 )  # fmt: skip
 def test_bad_messages(server: Served, messages: object, param: str) -> None:
     assert refusal(server.post("/v1/chat/completions", {"messages": messages}))["param"] == param
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": 5}, "tools"), ({"tools": [5]}, "tools[0]"), ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tools": [{"function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "description": 5}}]}, "tools[0].function.description"),
+        ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
+        ({"tools": [{"function": FUNCTION}, {"function": FUNCTION}]}, "tools[1]"),
+        ({"tools": [{"function": FUNCTION}] * 1025}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some", "tools": [{"function": FUNCTION}]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [{"function": FUNCTION}]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"function": FUNCTION}]}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"), ({"separate_reasoning": 1}, "separate_reasoning"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_bad_tools(server: Served, fields: dict[str, object], param: str) -> None:
+    assert refusal(server.post("/v1/chat/completions", {"messages": USER, **fields}))["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -207,7 +242,9 @@ def test_template_refusal_is_the_clients() -> None:
         ({"text": "a", "sampling_params": 5}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"), ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "sampling_params": {"max_tokens": 5}}, "max_tokens"),
+        ({"text": "a", "sampling_params": {"grammar": {"kind": "regex"}}}, "grammar"),
+        ({"text": "a", "sampling_params": {"structural_tag": "a"}}, "structural_tag"), ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 30}, "top_logprobs_num"), ({"text": "a", "rid": 5}, "rid"),
     ],

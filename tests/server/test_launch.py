@@ -28,7 +28,8 @@ from server.fakes import ByteTokenizer, make_config
 def opened(args):
     return Opened("tiny", make_config().model, ByteTokenizer())
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], scheduler="server.fakes:" + sys.argv[1], open_checkpoint=opened))
+    target = sys.argv[1] if ":" in sys.argv[1] else "server.fakes:" + sys.argv[1]
+    sys.exit(main(sys.argv[2:], scheduler=target, open_checkpoint=opened))
 """
 
 
@@ -274,3 +275,28 @@ def test_the_http_process_imports_no_torch() -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system() -> None:
+    code = (
+        "import os, sys\n"
+        "def grown():\n"
+        "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 1e6\n"
+        "from freetoken.server.lifecycle import give_memory_back\n"
+        "if sys.argv[1] == 'with':\n"
+        "    give_memory_back()\n"
+        "before, kept = grown(), []\n"
+        "for _ in range(6):\n"
+        "    body = bytearray(b'x') * 20_000_000\n"
+        "    kept.append(bytearray(100_000))\n"
+        "    del body\n"
+        "print(grown() - before)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    if "glibc" not in os.confstr("CS_GNU_LIBC_VERSION"):
+        pytest.skip("not glibc")
+    held = [
+        float(subprocess.run([sys.executable, "-c", code, how], env=env, capture_output=True, text=True).stdout)
+        for how in ("without", "with")
+    ]
+    assert held[1] < 10 < held[0]

@@ -12,8 +12,10 @@ import pytest
 
 from freetoken.errors import RequestError, StartupError
 from freetoken.server.generation import ChatPrompt
+from freetoken.server.parsers import Tool
 from freetoken.server.template import ChatTemplate
 from server.fakes import CHATML, ByteTokenizer
+from server.templates import LLAMA3, QWEN3, QWEN35
 
 USER = [{"role": "user", "content": "hi <&> é"}]
 
@@ -83,6 +85,77 @@ def test_messages_cannot_be_changed_by_the_template() -> None:
 
 def test_a_message_is_data_not_template() -> None:
     assert render("{{ messages[0].content }}", messages=[{"role": "user", "content": "{{ 1 + 1 }}"}]) == "{{ 1 + 1 }}"
+
+
+WEATHER = Tool("weather", "How it is.", {"type": "object", "properties": {"city": {"type": "string"}}})
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "days": 2}}}
+TALK = [
+    {"role": "user", "content": "How is it?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny"},
+]
+
+
+def test_tools_calls_and_results() -> None:
+    qwen3 = render(QWEN3, messages=TALK, tools=[WEATHER])
+    assert '<tools>\n{"type": "function", "function": {"name": "weather", "description": "How it is.", "param' in qwen3
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>' in qwen3
+    assert "<tool_response>\nsunny\n</tool_response>" in qwen3
+    qwen35 = render(QWEN35, messages=TALK, tools=[WEATHER])
+    assert "<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n2\n</parameter>" in qwen35
+    assert qwen35.endswith("<|im_start|>assistant\n<think>\n")
+    llama = render(LLAMA3, messages=TALK, tools=[WEATHER])
+    assert '{"name": "weather", "parameters": {"city": "Bern", "days": 2}}<|eot_id|>' in llama
+    twice = [{**TALK[1], "tool_calls": [CALL, CALL]}]
+    with pytest.raises(RequestError, match="only supports one call at once"):
+        render(LLAMA3, messages=twice)
+
+
+def test_a_template_without_tools_is_told_of_them_in_words() -> None:
+    text = render(CHATML, messages=[{"role": "system", "content": "Be brief."}, *TALK, TALK[2]], tools=[WEATHER])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.") and '"name": "weather"' in text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nsunny" in text
+    assert render(CHATML, tools=[WEATHER]).startswith("<|im_start|>system\nYou can call functions.")
+    assert "functions" not in render(CHATML, messages=TALK)
+
+
+def test_text_parts_go_to_templates_that_read_them() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert "user\nab<|im_end|>" in render(QWEN35, messages=parts)
+    assert "user\na\nb<|im_end|>" in render(QWEN3, messages=parts)
+    assert "user\na\nb<|im_end|>" in render(CHATML, messages=parts)
+    assert "a\nb" in render(LLAMA3, messages=parts)
+    go_on = {"add_generation_prompt": False, "continue_final_message": True}
+    said = [*USER, {"role": "assistant", "content": parts[0]["content"]}]
+    assert render(QWEN35, messages=said, **go_on).endswith("</think>\n\nab")
+
+
+def test_effort_and_thinking_become_the_templates_switch() -> None:
+    def tail(source: str, **fields: object) -> str:
+        return render(source, **fields).rpartition("assistant\n")[2]
+
+    closed = "<think>\n\n</think>\n\n"
+    assert tail(QWEN3) == "" and tail(QWEN35) == "<think>\n"
+    for source in (QWEN3, QWEN35):
+        assert tail(source, effort="none") == tail(source, thinking=False) == closed
+        assert tail(source, effort="high") == tail(source, thinking=True) == tail(source)
+        # What the client sets itself goes first.
+        assert tail(source, effort="none", options={"enable_thinking": True}) == tail(source)
+    assert render("{{ reasoning_effort }}", effort="low") == "low"
+    assert render("{{ thinking }}", effort="none") == "False"
+    with pytest.raises(RequestError, match="no switch") as caught:
+        render(CHATML, effort="low")
+    assert caught.value.param == "reasoning_effort"
+    assert render(CHATML, thinking=False) == render(CHATML)
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    template = ChatTemplate("plain", None, None, {"tool_use": "{{ tools | length }} tools", "rag": "{% if %}"})
+    assert template.render(ChatPrompt(USER)) == "plain"
+    assert template.render(ChatPrompt(USER, tools=[WEATHER])) == "1 tools"
+    assert template.knows_tools and "tools" in template.sources
+    assert not ChatTemplate(CHATML, None, None).knows_tools
 
 
 def test_sources(tmp_path: Path) -> None:

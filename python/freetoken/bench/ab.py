@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -133,7 +132,11 @@ def run_process(setting: Setting, args: argparse.Namespace) -> Arm:
         command = [sys.executable, "-m", "freetoken.bench.ab_arm", str(result), args.workload, server_words, *words]
         try:
             done = subprocess.run(
-                command, env=os.environ | setting.environment, capture_output=True, text=True, timeout=args.timeout
+                command,
+                env=environ.for_child(setting.environment),
+                capture_output=True,
+                text=True,
+                timeout=args.timeout,
             )
         except subprocess.TimeoutExpired:
             raise StartupError(f"arm {setting.name} ({setting.label}) ran past {args.timeout:g} s") from None

@@ -75,7 +75,7 @@ class Recorder:
         self._sample = runner.sampler.sample
         self._sampler.sample = self.sample  # type: ignore[method-assign]
 
-    def sample(self, logits: torch.Tensor, plan: Any) -> Any:
+    def sample(self, logits: torch.Tensor, plan: Any, masks: torch.Tensor | None = None) -> Any:
         """As the sampler's own."""
         for row in range(logits.shape[0]):
             output, request = divmod(self.seen, self.requests)
@@ -85,7 +85,7 @@ class Recorder:
                 self.scores[request][str(output)] = {
                     str(i): v for i, v in zip(ids.tolist(), values.tolist(), strict=True)
                 }
-        return self._sample(logits, plan)
+        return self._sample(logits, plan, masks)
 
     def stop(self) -> None:
         """Give the sampler back."""

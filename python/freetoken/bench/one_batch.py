@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 4
 
+Launched = tuple[ScheduleBatch, Any]
+"""A step and the runner's handle of it."""
+
 
 @dataclass
 class Timing:
@@ -48,9 +51,17 @@ class Timing:
 
 
 class BatchDriver:
-    """Builds the batches of one group of equal requests and runs them on ``runner``."""
+    """Builds the batches of one group of equal requests and runs them on ``runner``; greedy without ``sampling``."""
 
-    def __init__(self, runner: ModelRunner, config: Config, prompts: Sequence[Sequence[int]], output_len: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: Config,
+        prompts: Sequence[Sequence[int]],
+        output_len: int,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        self.sampling = sampling or SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
         self.runner = runner
         self.config = config
         self.output_len = output_len
@@ -59,12 +70,11 @@ class BatchDriver:
         self._give_pages()
 
     def _request(self, row: int, ids: list[int]) -> Req:
-        sampling = SamplingParams(max_new_tokens=self.output_len, temperature=0.0, ignore_eos=True)
         return Req(
             rid=f"bench-{row}",
             ids=ids,
             prompt_len=len(ids),
-            sampling=sampling,
+            sampling=self.sampling,
             max_new_tokens=self.output_len,
             stop_ids=frozenset(),
             seed=row,
@@ -114,19 +124,26 @@ class BatchDriver:
         ]
         return self._batch(slices, [], [])
 
-    def _launch(self, batch: ScheduleBatch) -> tuple[ScheduleBatch, Any]:
+    def _launch(self, batch: ScheduleBatch) -> Launched:
         handle = self.runner.launch(batch)
         for s in batch.slices:
             s.req.computed = s.start + s.length
             s.req.in_flight += s.sample
         return batch, handle
 
-    def _collect(self, launched: tuple[ScheduleBatch, Any]) -> None:
+    def draw(self, launched: Launched) -> None:
+        """Called when all steps before ``launched`` have been collected."""
+
+    def drawn(self, req: Req, token: int) -> None:
+        """An output token of ``req`` has reached the host."""
+        req.in_flight -= 1
+        req.ids.append(token)
+
+    def _collect(self, launched: Launched) -> None:
         batch, handle = launched
         result: StepResult = self.runner.collect(handle)
         for s, token in zip(batch.sampled, result.ids):
-            s.req.in_flight -= 1
-            s.req.ids.append(token)
+            self.drawn(s.req, token)
 
     def _run(self, batches: Sequence[ScheduleBatch]) -> list[float]:
         """Launch all with one step of overlap; returns the time after each step's collection."""
@@ -137,6 +154,7 @@ class BatchDriver:
             if waiting is not None:
                 self._collect(waiting)
                 stamps.append(time.perf_counter())
+            self.draw(launched)
             waiting = launched
         if waiting is not None:
             self._collect(waiting)
@@ -231,6 +249,11 @@ def parser() -> argparse.ArgumentParser:
     add("--label", help="What the model is, for the figures; default: its served name.")
     add("--no-roof", action="store_true", help="Do not measure bandwidth and matmul rate.")
     add("--compare-transformers", action="store_true", help="Run transformers' generate on the same weights as well.")
+    add(
+        "--compare-grammar",
+        action="store_true",
+        help="Time decode under a JSON schema as well, in pairs with and without.",
+    )
     return result
 
 
@@ -244,6 +267,7 @@ _OWN = (
     "label",
     "no_roof",
     "compare_transformers",
+    "compare_grammar",
 )
 
 
@@ -291,7 +315,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     from freetoken.startup import prepare
 
     check(args)
-    config, _ = prepare(server_args(args))
+    config, tokenizer = prepare(server_args(args))
     label = args.label or config.served_model_name
     roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
     runner = ModelRunner(config, progress)
@@ -322,6 +346,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         from freetoken.bench.compare import compare_transformers
 
         found += compare_transformers(runner, config, args, label)
+    if args.compare_grammar:
+        from freetoken.bench.grammar import compare_grammar
+
+        found += compare_grammar(runner, config, tokenizer, args, label)
     return found
 
 

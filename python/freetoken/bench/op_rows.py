@@ -1,6 +1,6 @@
 """The table behind ``bench.ops``: for each fused op, how to build inputs and call the kernel and its reference.
 
-Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B; ``small`` ones let the same rows run in Triton's interpreter.
+Sizes are those of the Qwen3-8B geometry, for the ops of Gated DeltaNet of Qwen3.5-27B, for experts of qwen4_exp; ``small`` ones let the same rows run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes. ``calls`` are in a timed graph.
+    geometry of the full sizes. ``calls`` are in a timed graph. With ``uncaptured`` both are also timed outside a graph, and
+    their launches counted.
     """
 
     shape: dict[str, int]
@@ -36,13 +37,15 @@ class Case:
     exact: bool = False
     model: str = "Qwen3-8B"
     calls: int = 20
+    uncaptured: bool = False
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
-    and the batches of its decode."""
+    and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
+    n-grams are hashed."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -69,6 +72,13 @@ class Sizes:
     )
     packed_tokens: tuple[int, ...] = tuple(range(1, 17))
     packed_bytes: int = 450 * 10**6
+    experts: int = 512
+    top_k: int = 10
+    moe_hidden: int = 2560
+    moe_width: int = 640
+    moe_tokens: tuple[int, ...] = (1, 8, 64, 2048)
+    ple_batches: tuple[int, ...] = (1, 4, 8)
+    ple_prompts: tuple[int, ...] = (512, 2048, 16384)
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -91,6 +101,13 @@ SMALL = Sizes(
     packed_shapes=((40, 256), (24, 384)),
     packed_tokens=(1, 3),
     packed_bytes=2**13,
+    experts=6,
+    top_k=2,
+    moe_hidden=20,
+    moe_width=16,
+    moe_tokens=(1, 3),
+    ple_batches=(1, 3),
+    ple_prompts=(5, 40),
     dtype=torch.float32,
 )
 
@@ -299,6 +316,35 @@ def sample(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def token_mask(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.kernels.token_mask import TokenMask
+
+    fused, reference = (TokenMask(_choice("token_mask", impl)) for impl in ("triton", "reference"))
+    cases = []
+    for rows in [count for count in sizes.tokens if count <= 64]:
+        logits = _random(device, torch.float32, rows, sizes.vocab)
+        places = torch.randperm(rows, device=device)
+        words = -(-sizes.vocab // 32)
+        # Most of a vocabulary is closed at any place of a grammar: about one id in sixteen is open here.
+        bits = [torch.randint(-(2**31), 2**31, (rows, words), device=device) for _ in range(4)]
+        masks = (bits[0] & bits[1] & bits[2] & bits[3]).to(torch.int32)
+
+        def call(op: Any, logits: Any = logits, places: Any = places, masks: Any = masks) -> Callable[[], Tensors]:
+            # In place, so each implementation has a copy of its own to be compared.
+            own = logits.clone()
+
+            def run() -> Tensors:
+                op(own, places, masks)
+                return (own,)
+
+            return run
+
+        moved = masks.numel() * 4 + 15 / 16 * logits.numel() * 4
+        shape = {"rows": rows, "vocab": sizes.vocab}
+        cases.append(Case(shape, call(fused), call(reference), moved, exact=True))
+    return cases
+
+
 def gdn_conv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.gdn_conv import GdnConv, pack_weight
 
@@ -421,50 +467,45 @@ def gdn_norm(device: str, sizes: Sizes) -> list[Case]:
 
 
 def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
-    """Calls take distinct weights in turn, so that none is found in a cache."""
-    from freetoken.bench.pq2 import random_weight
-    from freetoken.kernels.pq2_gemv import PQ2Product, quantise
+    from freetoken.bench.pq2_rows import product_cases
 
-    cases = []
-    for n, k in sizes.packed_shapes:
-        weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
-        for tokens in sizes.packed_tokens:
-            activation = quantise(_random(device, sizes.dtype, tokens, k), 128)
-
-            def call(impl: str, activation: Any = activation, weights: Any = weights) -> Callable[[], Tensors]:
-                op = PQ2Product(_choice("pq2_gemv", impl), _choice("pq2_single", impl))
-                turn = itertools.cycle(weights)
-                return lambda: (op.linear(activation, next(turn), sizes.dtype),)
-
-            moved = weights[0].nbytes + tokens * (k + n * sizes.dtype.itemsize)
-            shape = {"tokens": tokens, "n": n, "k": k}
-            case = Case(shape, call("triton"), call("reference"), moved, model="Qwen3.5-27B", calls=len(weights))
-            cases.append(case)
-    return cases
+    return product_cases(device, sizes)
 
 
 def pq2_quantise(device: str, sizes: Sizes) -> list[Case]:
-    from freetoken.kernels.pq2_gemv import PQ2Product
+    from freetoken.bench.pq2_rows import quantise_cases
 
-    fused, reference = (
-        PQ2Product(_choice("pq2_gemv", impl), _choice("pq2_single", impl)) for impl in ("triton", "reference")
-    )
-    cases = []
-    for k in sorted({k for _, k in sizes.packed_shapes}):
-        for tokens in (1, max(sizes.packed_tokens)):
-            x = _random(device, sizes.dtype, tokens, k)
+    return quantise_cases(device, sizes)
 
-            def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
-                def outputs() -> Tensors:
-                    done = op.quantise(x, 128)
-                    return done.values, done.scales, done.sums
 
-                return outputs
+def _moe(name: str) -> Callable[[str, Sizes], list[Case]]:
+    """A row of :mod:`freetoken.bench.moe_rows`, which needs what is here."""
 
-            moved = float(x.nbytes + x.numel() + x.numel() // 16)
-            shape = {"tokens": tokens, "k": k}
-            cases.append(Case(shape, call(fused), call(reference), moved, exact=True, model="Qwen3.5-27B"))
-    return cases
+    def rows(device: str, sizes: Sizes) -> list[Case]:
+        from freetoken.bench import moe_rows
+
+        found: list[Case] = getattr(moe_rows, name)(device, sizes)
+        return found
+
+    return rows
+
+
+def ple_hash(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import hash_cases
+
+    return hash_cases(device, sizes)
+
+
+def ple_gather(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import gather_cases
+
+    return gather_cases(device, sizes)
+
+
+def ple_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.ple_rows import mix_cases
+
+    return mix_cases(device, sizes)
 
 
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
@@ -475,10 +516,17 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "attn_decode": attn_decode,
     "attn_prefill": attn_prefill,
     "sample": sample,
+    "token_mask": token_mask,
     "gdn_conv": gdn_conv,
     "gdn_decode": gdn_decode,
     "gdn_prefill": gdn_prefill,
     "gdn_norm": gdn_norm,
     "pq2_gemv": pq2_gemv,
     "pq2_quantise": pq2_quantise,
+    "moe_route": _moe("moe_route"),
+    "moe_gemm": _moe("moe_gemm"),
+    "fp8_gemm": _moe("fp8_gemm"),
+    "ple_hash": ple_hash,
+    "ple_gather": ple_gather,
+    "ple_mix": ple_mix,
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from freetoken import hardware
-from freetoken.bench import cli, figures, roof
+from freetoken.bench import cli, figures, roof, uncaptured
 from freetoken.errors import FreetokenError, StartupError
 
 if TYPE_CHECKING:
@@ -28,12 +28,19 @@ NAMES = (
     "attn_decode",
     "attn_prefill",
     "sample",
+    "token_mask",
     "gdn_conv",
     "gdn_decode",
     "gdn_prefill",
     "gdn_norm",
     "pq2_gemv",
     "pq2_quantise",
+    "moe_route",
+    "moe_gemm",
+    "fp8_gemm",
+    "ple_hash",
+    "ple_gather",
+    "ple_mix",
 )
 
 CHAIN = "pq2_chain"
@@ -89,6 +96,13 @@ def eager_microseconds(call: Callable[[], object]) -> float:
 def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
     """The figure of one checked case. ``bandwidth`` is bytes a second, ``rate`` FLOPs a second."""
     us = graph_microseconds(case.fused, case.calls)
+    outside: dict[str, float] = {}
+    if case.uncaptured:
+        for prefix, call in (("", case.fused), ("reference_", case.reference)):
+            cost = uncaptured.measure(call)
+            outside[f"{prefix}wall_us"] = cost.wall_us
+            outside[f"{prefix}busy_us"] = cost.busy_us
+            outside[f"{prefix}launches"] = cost.launches
     bound_us = max(case.bytes / bandwidth, case.flops / rate) * 1e6
     return figures.figure(
         f"op {name}",
@@ -100,8 +114,18 @@ def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float
         gb_s=case.bytes / us / 1e3,
         tflop_s=case.flops / us / 1e6,
         relative_rms=error,
+        **outside,
         roof=bound_us,
         share=bound_us / us,
+    )
+
+
+def _sides(figure: dict[str, Any]) -> str:
+    """Fused and reference outside a graph, in one line."""
+    return "; ".join(
+        f"{name} {figure[f'{key}wall_us']:.2f} us of wall time, GPU busy {figure[f'{key}busy_us']:.2f} us, "
+        f"{figure[f'{key}launches']:g} launches"
+        for name, key in (("fused", ""), ("reference", "reference_"))
     )
 
 
@@ -148,6 +172,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 f"roof {figure['roof']:8.2f} us ({figure['share']:.1%})",
                 flush=True,
             )
+            if case.uncaptured:
+                print(f"{'':<13} {'outside a graph':<34} {_sides(figure)}", flush=True)
         found += timed
     if CHAIN in names or "pq2_gemv" in names:
         from freetoken.bench import pq2

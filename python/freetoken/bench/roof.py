@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.names import expected_tensors, is_scale, tensor_bytes
 from freetoken.models.config import ModelConfig
 from freetoken.models.registry import find
 from freetoken.runner.memory import ELEMENT_BYTES, state_slot_bytes
@@ -22,36 +22,59 @@ if TYPE_CHECKING:
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CONVOLUTION = "conv1d.weight"
+
+
+EXPERTS = ".mlp.experts."
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Elements of all layers' weight matrices, which multiply every token; embedding and head are not among them."""
-    shapes = expected_tensors(model)
-    return sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name not in (EMBEDDING, HEAD))
+    """Elements of all layers' weight matrices that multiply a token; embedding and head are not among them, and of the experts only
+    those a token has."""
+    shapes = expected_tensors(model, stacked=True)
+    share = 1.0 if model.moe is None else model.moe.top_k / model.moe.num_experts
+    return sum(
+        round(math.prod(s) * (share if EXPERTS in name else 1.0))
+        for name, s in shapes.items()
+        if len(s) >= 2 and name not in (EMBEDDING, HEAD) and not name.endswith(CONVOLUTION) and not is_scale(name)
+    )
 
 
-def weight_elements(model: ModelConfig) -> int:
-    """Elements read by one decode step: every matrix, norm and bias and the output head once.
+def experts_read(model: ModelConfig, requests: int) -> float:
+    """Share of the experts that a decode step of ``requests`` tokens reads, if each token chooses by chance."""
+    if model.moe is None:
+        return 1.0
+    return 1.0 - (1.0 - model.moe.top_k / model.moe.num_experts) ** requests
+
+
+def weight_bytes_read(model: ModelConfig, *, requests: int, dtype: str) -> float:
+    """Bytes of weights read by one decode step: every matrix, norm and bias and the output head once, of the experts
+    those that ``requests`` tokens use.
 
     The embedding table is not counted (a step reads one row a request of it), except as the output head when tied.
     """
-    shapes = expected_tensors(model)
+    shapes = expected_tensors(model, stacked=True)
     unread = () if model.tie_word_embeddings else (EMBEDDING,)
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in unread)
+    used = experts_read(model, requests)
+    return sum(
+        tensor_bytes(name, shape, shapes, ELEMENT_BYTES[dtype]) * (used if EXPERTS in name else 1.0)
+        for name, shape in shapes.items()
+        if name not in unread
+    )
 
 
 def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str, kv_dtype: str) -> float:
-    """Bytes one decode step must move: the weights once, K and V of ``requests`` sequences of ``depth`` tokens, and their
+    """Bytes one decode step must move: the weights it uses once, K and V of ``requests`` sequences of ``depth`` tokens, and their
     recurrent state, which is read and written."""
     kv = requests * depth * model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype])
     states = 2 * requests * state_slot_bytes(find(model.architecture).state_specs(model), dtype)
-    return weight_elements(model) * ELEMENT_BYTES[dtype] + kv + states
+    return weight_bytes_read(model, requests=requests, dtype=dtype) + kv + states
 
 
 def prefill_flops(model: ModelConfig, *, requests: int, tokens: int) -> float:
     """Multiply-adds times two of a prefill of ``requests`` prompts of ``tokens`` each, from position 0.
 
-    Layer matrices on every token, causal attention (q·k and p·v on the lower triangle), the delta rule token by token (three
+    Layer matrices on every token (of experts those it has), causal attention (q·k and p·v on the lower triangle), the delta rule token by token (three
     products of state and vector), the output head on one row a request.
     """
     matrices = 2 * matrix_elements(model) * requests * tokens

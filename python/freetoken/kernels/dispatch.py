@@ -48,6 +48,11 @@ OPS: tuple[Op, ...] = (
     ),
     Op("sample", "FREETOKEN_FUSED_SAMPLER"),
     Op(
+        "token_mask",
+        "FREETOKEN_FUSED_TOKEN_MASK",
+        sgl_unfit="default on CUDA; sgl_kernel's masks come one for every row of the batch",
+    ),
+    Op(
         "gdn_conv",
         "FREETOKEN_GDN_FUSED_CONV",
         sgl_unfit="default on CUDA; sgl_kernel's convolution shifts a state that is here a ring of token rows",
@@ -56,6 +61,11 @@ OPS: tuple[Op, ...] = (
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
     Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV"),
     Op("pq2_single", "FREETOKEN_PQ2_SINGLE_GEMV"),
+    Op("moe_route", "FREETOKEN_MOE_FUSED_ROUTE"),
+    Op("moe_gemm", "FREETOKEN_MOE_FUSED_GEMM"),
+    Op("fp8_gemm", "FREETOKEN_FP8_FUSED_GEMM"),
+    Op("ple_hash", "FREETOKEN_PLE_FUSED_HASH"),
+    Op("ple_mix", "FREETOKEN_PLE_FUSED_MIX"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

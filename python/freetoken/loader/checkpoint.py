@@ -12,13 +12,20 @@ from freetoken.loader.gguf_config import hf_config_from_gguf
 from freetoken.loader.names import (
     DECODABLE_TYPES,
     ROPE_FACTORS,
+    SCALE_SUFFIX,
+    STACKED_DOWN,
+    STACKED_GATE_UP,
     canonical_name,
     expected_tensors,
     is_ignorable,
+    is_scale,
+    scale_name,
+    scale_shape,
     set_aside,
     stored_name,
 )
-from freetoken.loader.safetensors import FLOAT_DTYPES, StoredTensor, index_folder, read_json
+from freetoken.loader.ple_table import GGUF_TABLE, TableSource, belongs_to_table, find_gguf_table, find_tables
+from freetoken.loader.safetensors import FLOAT_DTYPES, FP8_DTYPE, StoredTensor, index_folder, read_json
 from freetoken.models.config import ModelConfig
 from freetoken.models.parse import flatten_text_config, parse_hf_config
 
@@ -42,7 +49,9 @@ class Checkpoint:
     dictionary after overrides, with the keys of a ``text_config`` at the top (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
     (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
     the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
-    tower, multi-token prediction) by the name of the part; they are not read.
+    tower, multi-token prediction) by the name of the part; they are not read. ``scales`` are block scales by canonical name that are needed only to
+    dequantise tensors that the model does not hold in FP8. ``tables`` says where the n-gram tables lie, one for each layer that has one;
+    ``None`` for a model without or the load format ``dummy``.
     """
 
     kind: str
@@ -55,6 +64,8 @@ class Checkpoint:
     stored: dict[str, StoredTensor]
     gguf_names: dict[str, str]
     aside: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    scales: dict[str, StoredTensor] = field(default_factory=dict)
+    tables: list[TableSource] | None = None
 
     def tokenizer(self) -> TokenizerFiles:
         """Where the tokenizer is."""
@@ -123,7 +134,11 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     name = folder.resolve().name
     model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
     found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
-    stored = _select_stored(folder, found, model) if weights else {}
+    tables = None
+    if weights and model.ple is not None:
+        tables = find_tables(found, model.ple)
+        found = {name: tensor for name, tensor in found.items() if not belongs_to_table(name)}
+    stored, scales = _select_stored(folder, found, model) if weights else ({}, {})
     return Checkpoint(
         kind="safetensors",
         path=folder,
@@ -135,6 +150,8 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
         stored=stored,
         gguf_names={},
         aside=aside,
+        scales=scales,
+        tables=tables,
     )
 
 
@@ -156,23 +173,62 @@ def _name_stored(
     return named, aside
 
 
-def _select_stored(folder: Path, found: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:
-    """The expected tensors among ``found``, in stored order."""
-    expected = expected_tensors(model)
+def _select_stored(
+    folder: Path, found: dict[str, StoredTensor], model: ModelConfig
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """The expected tensors among ``found``, in stored order, and the scales of those that are dequantised at load."""
+    stacked = any(name.endswith((STACKED_GATE_UP, STACKED_DOWN)) for name in found)
+    expected = expected_tensors(model, stacked=stacked)
+    scales: dict[str, StoredTensor] = {}
     for name, tensor in found.items():
-        if name not in expected:
-            if is_ignorable(name, model):
-                continue
+        if name in expected:
+            _check_dtype(tensor, name, expected, found)
+            _check_shape(tensor.path, tensor.name, tensor.shape, expected[name])
+            continue
+        owner = found.get(name.removesuffix(SCALE_SUFFIX)) if is_scale(name) else None
+        if owner is not None and owner.dtype == FP8_DTYPE and name.removesuffix(SCALE_SUFFIX) in expected:
+            _check_float(tensor)
+            _check_matrix(owner)
+            _check_shape(tensor.path, tensor.name, tensor.shape, scale_shape(owner.shape))
+            scales[name] = tensor
+        elif not is_ignorable(name, model):
             raise StartupError(
                 f"{tensor.path}: tensor {tensor.name!r} is not part of a {model.architecture} with this config.json"
             )
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise StartupError(
-                f"{tensor.path}: tensor {tensor.name!r} has dtype {tensor.dtype}, which is not served; {', '.join(FLOAT_DTYPES)} are"
-            )
-        _check_shape(tensor.path, tensor.name, tensor.shape, expected[name])
     _check_complete(folder, expected, found)
-    return {name: tensor for name, tensor in found.items() if name in expected}
+    return {name: tensor for name, tensor in found.items() if name in expected}, scales
+
+
+def _check_dtype(
+    tensor: StoredTensor, name: str, expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor]
+) -> None:
+    """A tensor is FP8 with its scale where the configuration says so; a float, or FP8 to be dequantised, elsewhere."""
+    scale = scale_name(name)
+    if scale in expected and tensor.dtype != FP8_DTYPE:
+        raise StartupError(
+            f"{tensor.path}: tensor {tensor.name!r} has dtype {tensor.dtype}, but quantization_config asks for {FP8_DTYPE} (and does not "
+            "except its module)"
+        )
+    if tensor.dtype != FP8_DTYPE or is_scale(name):
+        _check_float(tensor)
+    elif scale not in found:
+        raise StartupError(
+            f"{tensor.path}: tensor {tensor.name!r} is {FP8_DTYPE}, but the checkpoint has no {scale_name(tensor.name)!r}"
+        )
+    else:
+        _check_matrix(tensor)
+
+
+def _check_matrix(tensor: StoredTensor) -> None:
+    if len(tensor.shape) < 2:
+        raise StartupError(f"{tensor.path}: tensor {tensor.name!r} is {FP8_DTYPE}, which is served for matrices only")
+
+
+def _check_float(tensor: StoredTensor) -> None:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise StartupError(
+            f"{tensor.path}: tensor {tensor.name!r} has dtype {tensor.dtype}, which is not served; {', '.join(FLOAT_DTYPES)} are"
+        )
 
 
 def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
@@ -190,6 +246,7 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
         gguf=file,
         stored={},
         gguf_names=names,
+        tables=[find_gguf_table(file, model.ple)] if weights and model.ple is not None else None,
     )
 
 
@@ -198,7 +255,7 @@ def _select_gguf(file: GGUFFile, model: ModelConfig) -> dict[str, str]:
     expected = expected_tensors(model)
     names: dict[str, str] = {}
     for source, tensor in file.tensors.items():
-        if source == ROPE_FACTORS:
+        if source == ROPE_FACTORS or (source == GGUF_TABLE and model.ple is not None):
             continue
         name = canonical_name(source)
         if name is None or name not in expected:

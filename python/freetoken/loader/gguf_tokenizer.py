@@ -23,6 +23,7 @@ from freetoken.loader.gguf import GGUFFile
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 BLANK = "\u2581"
 MAX_PIECE_CHARACTERS = 256
+DEFAULT_TEMPLATE = "default"
 SPECIAL_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -71,10 +72,13 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
     return found
 
 
-def chat_template(file: GGUFFile) -> str | None:
-    """The chat template inside the file, if there is one."""
-    template = file.metadata.get("tokenizer.chat_template")
-    return template if isinstance(template, str) else None
+def chat_templates(file: GGUFFile) -> dict[str, str]:
+    """The chat templates inside the file by name, :data:`DEFAULT_TEMPLATE` for the one without."""
+    key, found = "tokenizer.chat_template", {}
+    for name, template in file.metadata.items():
+        if isinstance(template, str) and (name == key or name.startswith(key + ".")):
+            found[name[len(key) + 1 :] or DEFAULT_TEMPLATE] = template
+    return found
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
+from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig, MoeConfig
+from freetoken.models.ple_config import PleConfig
 
 # GGUF types that can be decoded at load.
 DECODABLE_TYPES = frozenset(
@@ -91,6 +93,15 @@ def _linear_attention_tensors(hidden: int, linear: LinearAttentionConfig) -> dic
     }
 
 
+def _ple_tensors(ple: PleConfig) -> dict[str, tuple[int, ...]]:
+    """Of a layer with n-gram embeddings, all but the table and the constants of its hash."""
+    channels = ple.channels
+    projections = {"key_proj": (channels, ple.embed_dim), "value_proj": (ple.hidden_size, ple.embed_dim)}
+    shapes = _linears("ple", projections, biased=False)
+    shapes |= {f"ple.{norm}.weight": (channels,) for norm in ("norm_key", "norm_query", "norm_conv")}
+    return shapes | {"ple.conv1d.weight": (channels, 1, ple.conv_width)}
+
+
 def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part, shape in projections.items():
@@ -100,36 +111,128 @@ def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool)
     return shapes
 
 
-def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name and torch shape of every tensor of ``model``; a tied ``lm_head.weight`` is not among them."""
-    hidden, ffn = model.hidden_size, model.intermediate_size
+def _mlp_tensors(prefix: str, hidden: int, width: int, biased: bool = False) -> dict[str, tuple[int, ...]]:
+    projections = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    return _linears(prefix, projections, biased)
+
+
+STACKED_GATE_UP, STACKED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+def _expert_tensors(hidden: int, moe: MoeConfig, stacked: bool) -> dict[str, tuple[int, ...]]:
+    """Router, experts (each by itself, or ``stacked`` along a first dimension) and shared expert of one layer."""
+    count, width, shared = moe.num_experts, moe.intermediate_size, moe.shared_intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, hidden)}
+    if stacked:
+        shapes |= {STACKED_GATE_UP: (count, 2 * width, hidden), STACKED_DOWN: (count, hidden, width)}
+    else:
+        for expert in range(count):
+            shapes |= _mlp_tensors(f"mlp.experts.{expert}", hidden, width)
+    if shared:
+        shapes |= _mlp_tensors("mlp.shared_expert", hidden, shared) | {"mlp.shared_expert_gate.weight": (1, hidden)}
+    return shapes
+
+
+SCALE_SUFFIX = "_scale_inv"
+FP8_BLOCK = 128
+
+
+def scale_name(name: str) -> str:
+    """The tensor of block scales that belongs to FP8 tensor ``name``."""
+    return name + SCALE_SUFFIX
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the block scales of an FP8 tensor of ``shape``."""
+    return (*shape[:-2], -(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
+
+
+# Linear layers that become one weight: in FP8 together or not at all.
+_MERGED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("linear_attn.out_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+    ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    ("mlp.shared_expert.down_proj",),
+)
+_STACKS = (STACKED_GATE_UP, STACKED_DOWN)
+
+
+def fp8_tensors(model: ModelConfig, layer: int, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Which of a layer's tensors ``shapes`` are held in FP8, by their names inside the layer."""
+    if model.fp8 is None:
+        return []
+    prefix = f"model.layers.{layer}."
+    found = []
+    for group in _MERGED:
+        if model.fp8.holds(prefix + module for module in group):
+            found += [f"{module}.weight" for module in group if f"{module}.weight" in shapes]
+    if model.is_sparse(layer) and model.fp8.converts(f"{prefix}mlp.experts"):
+        found += [name for name in shapes if name in _STACKS or name.startswith("mlp.experts.")]
+    return found
+
+
+def expected_tensors(model: ModelConfig, *, stacked: bool = False) -> dict[str, tuple[int, ...]]:
+    """Canonical name and torch shape of every tensor of ``model``; a tied ``lm_head.weight`` is not among them.
+
+    Experts are tensors of their own, or ``stacked``. Tensors held in FP8 are followed by their scales.
+    """
+    hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
-    mlp = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
-    common: dict[str, tuple[int, ...]] = _linears("mlp", mlp, model.mlp_bias)
-    common |= {f"{part}.weight": (hidden,) for part in ("input_layernorm", "post_attention_layernorm")}
+    norms: dict[str, tuple[int, ...]] = {
+        f"{part}.weight": (hidden,) for part in ("input_layernorm", "post_attention_layernorm")
+    }
     for layer in range(model.num_layers):
         linear = model.linear_attention if model.layer_type(layer) == LINEAR_ATTENTION else None
-        mixer = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in (mixer | common).items()}
+        mine = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
+        if model.ple is not None and layer in model.ple.layers:
+            mine |= _ple_tensors(model.ple)
+        if model.moe is not None and model.is_sparse(layer):
+            mine |= _expert_tensors(hidden, model.moe, stacked)
+        else:
+            mine |= _mlp_tensors("mlp", hidden, model.intermediate_size, model.mlp_bias)
+        mine |= norms
+        mine |= {scale_name(name): scale_shape(mine[name]) for name in fp8_tensors(model, layer, mine)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mine.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes
 
 
+def weight_bytes(model: ModelConfig, element_bytes: int) -> int:
+    """Bytes of all weights of ``model`` as they are held, most of them of ``element_bytes`` an element."""
+    shapes = expected_tensors(model, stacked=True)
+    return sum(tensor_bytes(name, shape, shapes, element_bytes) for name, shape in shapes.items())
+
+
+def tensor_bytes(name: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]], element_bytes: int) -> int:
+    """Bytes of one tensor of ``shapes``, all of a model's: one an element in FP8, four for a scale."""
+    element = 4 if is_scale(name) else 1 if scale_name(name) in shapes else element_bytes
+    return math.prod(shape) * element
+
+
+def is_scale(name: str) -> bool:
+    """Whether ``name`` is that of block scales."""
+    return name.endswith(SCALE_SUFFIX)
+
+
 def keeps_float32(name: str, model: ModelConfig) -> bool:
     """Whether tensor ``name`` is used in float32 whatever the type of the model.
 
-    Decays of linear attention, where a rounding adds up over a long text, and norm weights that 1 is added to.
+    Decays of linear attention, where a rounding adds up over a long text, norm weights that 1 is added to, and scales.
     """
-    if name.endswith((".A_log", ".dt_bias")):
+    if name.endswith((".A_log", ".dt_bias")) or is_scale(name):
         return True
     return model.zero_centred_norm and is_zero_centred(name)
 
 
 def is_zero_centred(name: str) -> bool:
     """Whether ``name`` is a norm weight that a model with ``zero_centred_norm`` stores less 1."""
-    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return (name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")) or ".ple.norm_" in name
 
 
 def is_ignorable(name: str, model: ModelConfig) -> bool:

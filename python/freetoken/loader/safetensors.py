@@ -39,6 +39,7 @@ DTYPE_BYTES = {
     "BOOL": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FP8_DTYPE = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True)

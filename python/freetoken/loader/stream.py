@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from freetoken.loader.checkpoint import Checkpoint
-from freetoken.loader.names import keeps_float32
-from freetoken.loader.safetensors import StoredTensor
+from freetoken.loader.names import FP8_BLOCK, keeps_float32, scale_name
+from freetoken.loader.safetensors import FP8_DTYPE, StoredTensor
 from freetoken.models.config import ModelConfig
 
-_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    FP8_DTYPE: torch.float8_e4m3fn,
+}
 
 
 def stream_tensors(
@@ -20,7 +27,7 @@ def stream_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new CPU tensor of ``dtype``.
 
-    Those that a model keeps in float32 are yielded in it. A tied ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each
+    Those that a model keeps in float32 are yielded in it, those that it holds in FP8 as they are stored. A tied ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each
     tensor ``progress`` gets the stored bytes read so far and ``checkpoint.total_bytes``.
     """
     done = 0
@@ -32,22 +39,43 @@ def stream_tensors(
             progress(done, checkpoint.total_bytes)
 
 
-def _safetensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, int]]:
-    mapped: tuple[object, np.memmap | None] = (None, None)
-    for name, stored in checkpoint.stored.items():
-        if mapped[0] != stored.path:
+class _Files:
+    """Stored tensors of mapped files, of which only the last is kept open."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._data: np.memmap | None = None
+
+    def read(self, stored: StoredTensor) -> torch.Tensor:
+        """The tensor in its stored type; a view of the file where its place allows."""
+        if self._path != stored.path or self._data is None:
             # Copy-on-write, so that torch gets a writable buffer; nothing is ever written to it.
-            mapped = (stored.path, np.memmap(stored.path, dtype=np.uint8, mode="c"))
-        assert mapped[1] is not None
+            self._path, self._data = stored.path, np.memmap(stored.path, dtype=np.uint8, mode="c")
+        source = torch.from_numpy(self._data[stored.offset : stored.offset + stored.nbytes])
+        if stored.offset % 8:
+            source = source.clone()
+        return source.view(_TORCH_DTYPES[stored.dtype]).view(stored.shape)
+
+
+def _safetensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, int]]:
+    files, others = _Files(), _Files()
+    for name, stored in checkpoint.stored.items():
+        source = files.read(stored)
+        scale = checkpoint.scales.get(scale_name(name))
         kind = torch.float32 if keeps_float32(name, checkpoint.model) else dtype
-        yield name, _copy_stored(mapped[1], stored, kind), stored.nbytes
+        if scale is not None:
+            yield name, _dequantise(source, others.read(scale)).to(kind), stored.nbytes
+        elif source.dtype == torch.float8_e4m3fn:
+            yield name, source.clone(), stored.nbytes
+        else:
+            yield name, torch.empty(stored.shape, dtype=kind).copy_(source), stored.nbytes
 
 
-def _copy_stored(data: np.memmap, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    source = torch.from_numpy(data[stored.offset : stored.offset + stored.nbytes])
-    if stored.offset % 8:
-        source = source.clone()
-    return torch.empty(stored.shape, dtype=dtype).copy_(source.view(_TORCH_DTYPES[stored.dtype]).view(stored.shape))
+def _dequantise(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 ``[..., N, K]`` times the scale of each block of 128 x 128, in float32."""
+    rows, columns = tensor.shape[-2:]
+    wide = scale.float().repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
+    return tensor.float().mul_(wide.repeat_interleave(FP8_BLOCK, -1)[..., :columns])
 
 
 def _gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, int]]:

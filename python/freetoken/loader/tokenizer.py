@@ -35,15 +35,23 @@ class Tokenizer:
     ``size`` is the largest id plus one. ``special_tokens`` maps ``bos_token``, ``eos_token``, ``unk_token`` and
     ``pad_token`` to their text where the model has them (what chat templates are given); the properties of the same names
     give ``None`` otherwise. ``special_ids`` are left out by ``decode(..., skip_special_tokens=True)``. ``chat_template``
-    is the Jinja source or ``None``. ``byte_level`` says that the pieces of a text are its bytes, cut anywhere.
+    is the Jinja source or ``None``, ``named_templates`` holds those for special purposes by name (``tool_use``, say).
+    ``byte_level`` says that the pieces of a text are its bytes, cut anywhere.
     """
 
-    def __init__(self, backend: Backend, special_tokens: dict[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+        named_templates: dict[str, str] | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens
         self.chat_template = chat_template
+        self.named_templates = named_templates or {}
         added = backend.get_added_tokens_decoder()
         self._added = {token: entry.content for token, entry in added.items()}
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
@@ -147,8 +155,9 @@ def byte_tokenizer(size: int) -> Tokenizer:
 def _load(files: TokenizerFiles) -> Tokenizer:
     if files.gguf is not None:
         backend = gguf_tokenizer.build_tokenizer(files.gguf)
-        template = gguf_tokenizer.chat_template(files.gguf)
-        return Tokenizer(backend, gguf_tokenizer.special_tokens(files.gguf), template)
+        templates = gguf_tokenizer.chat_templates(files.gguf)
+        default = templates.pop(gguf_tokenizer.DEFAULT_TEMPLATE, None)
+        return Tokenizer(backend, gguf_tokenizer.special_tokens(files.gguf), default, templates)
     assert files.folder is not None
     return _from_folder(files.folder, files.folder / "tokenizer.json")
 
@@ -170,7 +179,9 @@ def _from_folder(folder: Path, file: Path) -> Tokenizer:
         raise StartupError(f"{file}: not a tokenizer that can be read: {problem}") from None
     config_file = folder / "tokenizer_config.json"
     config = read_json(config_file) if config_file.exists() else {}
-    return Tokenizer(backend, _special_tokens(folder, config), _folder_template(folder, config))
+    templates = _folder_templates(folder, config)
+    default = templates.pop(gguf_tokenizer.DEFAULT_TEMPLATE, None)
+    return Tokenizer(backend, _special_tokens(folder, config), default, templates)
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -185,17 +196,24 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja`` before ``chat_template.json`` before ``tokenizer_config.json``."""
-    source = folder / "chat_template.jinja"
-    if source.exists():
-        try:
-            return source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"{source}: cannot be read: {error}") from None
+def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name: ``chat_template.jinja`` with ``additional_chat_templates/NAME.jinja``, before
+    ``chat_template.json``, before ``tokenizer_config.json``, where a list names several."""
+    default = folder / "chat_template.jinja"
+    if default.exists():
+        files = {gguf_tokenizer.DEFAULT_TEMPLATE: default}
+        files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        return {name: _read_template(file) for name, file in files.items()}
     wrapped = folder / "chat_template.json"
-    template = (read_json(wrapped) if wrapped.exists() else config).get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    found = (read_json(wrapped) if wrapped.exists() else config).get("chat_template")
+    if isinstance(found, str):
+        return {gguf_tokenizer.DEFAULT_TEMPLATE: found}
+    named = {entry.get("name"): entry.get("template") for entry in found or () if isinstance(entry, dict)}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{file}: cannot be read: {error}") from None

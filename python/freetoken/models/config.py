@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from freetoken.models.ple_config import PleConfig
 
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
@@ -40,6 +44,56 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Geometry of the mixture-of-experts blocks.
+
+    A token has ``top_k`` of ``num_experts`` SwiGLU experts of ``intermediate_size``, weighted by the softmax over all logits of the router, which is
+    divided by its sum over the chosen where ``norm_topk_prob``. ``shared_intermediate_size`` is that of an expert which every
+    token has besides, times the sigmoid of a gate; 0 for none. ``dense_layers`` have a plain MLP instead.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    shared_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+FP8_MODULES = frozenset(
+    (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "out_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+)
+"""Last names of the linear layers that are held in FP8 where a checkpoint has them so; others are dequantised at load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Weights of linear layers in FP8 (e4m3), a float32 scale for each block of 128 x 128. ``skipped`` names modules left in the
+    checkpoint's own type, from the start up to a dot or by their end."""
+
+    skipped: tuple[str, ...] = ()
+
+    def converts(self, module: str) -> bool:
+        """Whether the weight of ``module`` is FP8 in the checkpoint."""
+        return not any(module == key or module.startswith(f"{key}.") or module.endswith(key) for key in self.skipped)
+
+    def holds(self, modules: Iterable[str]) -> bool:
+        """Whether the merged weight of ``modules`` is kept in FP8: all are converted and of a kind that is kept."""
+        return all(name.rpartition(".")[2] in FP8_MODULES and self.converts(name) for name in modules)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Geometry and conventions of a decoder.
 
@@ -53,6 +107,9 @@ class ModelConfig:
     everywhere. ``linear_attention`` is the geometry of the latter kind. ``rotary_dim`` is how much of a head is rotated
     (``None``: all). With ``attn_output_gate`` the query projection holds, for each head, a query and a gate on the head's
     output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
+
+    ``moe`` describes mixture-of-experts blocks, without which every layer has an MLP of ``intermediate_size``. ``fp8`` says that linear
+    layers are stored in FP8; ``dtype`` is then that of all else. ``ple`` is the geometry of per-layer n-gram embeddings, for a model that has them.
     """
 
     architecture: str
@@ -77,6 +134,9 @@ class ModelConfig:
     rotary_dim: int | None = None
     attn_output_gate: bool = False
     zero_centred_norm: bool = False
+    moe: MoeConfig | None = None
+    fp8: Fp8Config | None = None
+    ple: PleConfig | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -95,6 +155,14 @@ class ModelConfig:
     def layer_type(self, layer: int) -> str:
         """``full_attention`` or ``linear_attention``."""
         return self.layer_types[layer] if self.layer_types else FULL_ATTENTION
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts instead of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return sum(self.is_sparse(layer) for layer in range(self.num_layers))
 
     @property
     def num_linear_layers(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from freetoken.kernels.dispatch import Choice, choose_op
+from freetoken.kernels.fp8_gemm import Fp8Gemm
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.rope_kv import RopeKv, Step
 from freetoken.kernels.silu_mul import SiluMul
@@ -26,9 +27,11 @@ from freetoken.models.layers import (
     Weighted,
     load,
 )
+from freetoken.models.moe import MoeBlock, MoeOps
 from freetoken.models.rope import rotary_table
 
 if TYPE_CHECKING:
+    from freetoken.models.ple import PerLayerEmbeddings
     from freetoken.runner.forward_batch import ForwardBatch
     from freetoken.runner.kv_pool import KVPool
     from freetoken.runner.state_pool import StatePool
@@ -75,6 +78,14 @@ class Ops:
         silu_mul = SiluMul(choose_op("silu_mul", kind))
         self.gemm = SmallGemm(choose_op("small_gemm", kind), silu_mul)
         self.choices: list[Choice] = [self.norm.choice, self.rope.choice, silu_mul.choice, self.gemm.choice]
+        self.moe: MoeOps | None = None
+        if config.moe is not None:
+            self.moe = MoeOps(device)
+            self.choices += self.moe.choices
+        self.fp8: Fp8Gemm | None = None
+        if config.fp8 is not None:
+            self.fp8 = Fp8Gemm(choose_op("fp8_gemm", kind), silu_mul)
+            self.choices.append(self.fp8.choice)
 
 
 def _norm_choice(config: ModelConfig, kind: str) -> Choice:
@@ -123,26 +134,48 @@ class Attention:
         return step.backend.forward(layer, q, step.fb)
 
 
+class Mlp(Protocol):
+    """The part of a layer that looks at one token at a time."""
+
+    def modules(self) -> Iterator[Weighted]:
+        """Its parts that own weights."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` of normed inputs ``[T, hidden]``."""
+
+
+class DenseMlp:
+    """A SwiGLU MLP whose checkpoint prefix is ``name``."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> None:
+        hidden, width = config.hidden_size, config.intermediate_size
+        gates = {f"{name}.gate_proj": width, f"{name}.up_proj": width}
+        self.gate_up = GatedLinear(ops.gemm, place, gates, hidden, bias=config.mlp_bias)
+        self.down = RowLinear(ops.gemm, place, f"{name}.down_proj", hidden, width, bias=config.mlp_bias)
+
+    def modules(self) -> Iterator[Weighted]:
+        yield from (self.gate_up, self.down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate_up(x))
+
+
 class DecoderLayer:
     """One block: token mixer and MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int, mixer: Mixer) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int, mixer: Mixer, mlp: Mlp) -> None:
         prefix = f"model.layers.{index}"
-        mlp = f"{prefix}.mlp"
         hidden, eps, centred = config.hidden_size, config.rms_norm_eps, config.zero_centred_norm
         self.input_norm = Norm(ops.norm, place, f"{prefix}.input_layernorm", hidden, eps, zero_centred=centred)
         self.mixer = mixer
         self.post_norm = Norm(ops.norm, place, f"{prefix}.post_attention_layernorm", hidden, eps, zero_centred=centred)
-        gates = {f"{mlp}.gate_proj": config.intermediate_size, f"{mlp}.up_proj": config.intermediate_size}
-        self.gate_up = GatedLinear(ops.gemm, place, gates, hidden, bias=config.mlp_bias)
-        self.down = RowLinear(
-            ops.gemm, place, f"{mlp}.down_proj", hidden, config.intermediate_size, bias=config.mlp_bias
-        )
+        self.mlp = mlp
 
     def modules(self) -> Iterator[Weighted]:
         yield self.input_norm
         yield from self.mixer.modules()
-        yield from (self.post_norm, self.gate_up, self.down)
+        yield self.post_norm
+        yield from self.mlp.modules()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """Block output that is still to be added, and the residual it is to be added to; both ``[T, hidden]``."""
@@ -151,7 +184,7 @@ class DecoderLayer:
         else:
             x, residual = self.input_norm.add(x, residual)
         x, residual = self.post_norm.add(self.mixer.forward(x, step), residual)
-        return self.down(self.gate_up(x)), residual
+        return self.mlp(x), residual
 
 
 class DecoderModel:
@@ -160,6 +193,9 @@ class DecoderModel:
     ``max_positions`` bounds the positions a forward may use. Weights are uninitialised until :meth:`load_weights` or
     :meth:`random_weights`. Kernel flags are read here, once.
     """
+
+    ple: PerLayerEmbeddings | None = None
+    """N-gram embeddings of a model that has them: the runner attaches their tables."""
 
     def __init__(
         self,
@@ -175,14 +211,14 @@ class DecoderModel:
         self.dtype = dtype
         self.device = torch.device(device)
         self.max_positions = max_positions
-        place = Placement(dtype, self.device, tp_rank, tp_size)
-        place.share(config.num_heads, "num_attention_heads")
-        place.share(config.num_kv_heads, "num_key_value_heads")
         with torch.inference_mode():
             self.ops = self.make_ops()
+            place = Placement(dtype, self.device, tp_rank, tp_size, config.fp8, self.ops.fp8)
+            place.share(config.num_heads, "num_attention_heads")
+            place.share(config.num_kv_heads, "num_key_value_heads")
             self.embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
             self.layers = [
-                DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index))
+                DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index), self.make_mlp(place, index))
                 for index in range(config.num_layers)
             ]
             self.norm = Norm(
@@ -202,6 +238,14 @@ class DecoderModel:
     def make_mixer(self, place: Placement, index: int) -> Mixer:
         """The mixer of layer ``index``."""
         return Attention(self.config, self.ops, place, f"model.layers.{index}.self_attn", index)
+
+    def make_mlp(self, place: Placement, index: int) -> Mlp:
+        """The MLP of layer ``index``: dense, or with experts where the configuration says so."""
+        name = f"model.layers.{index}.mlp"
+        if self.config.is_sparse(index):
+            assert self.ops.moe is not None
+            return MoeBlock(self.config, self.ops.gemm, self.ops.moe, place, name)
+        return DenseMlp(self.config, self.ops, place, name)
 
     def reserve(self, states: StatePool) -> None:
         """Prepare scratch memory for steps over ``states``; called once, before the first."""
@@ -223,11 +267,19 @@ class DecoderModel:
         """Checkpoint tensor name (Hugging Face) to its place."""
         return {name: slot for module in self.modules() for name, slot in module.slots.items()}
 
+    def pieces(self) -> dict[str, dict[str, Slot]]:
+        """For each tensor of :attr:`slots` that a checkpoint may hold in pieces, the places of those."""
+        found: dict[str, dict[str, Slot]] = {}
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoeBlock):
+                found |= layer.mlp.experts.pieces()
+        return found
+
     @torch.inference_mode()
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all weights from a stream of Hugging Face names; :class:`StartupError` as in :func:`layers.load`."""
         ignored = frozenset({"lm_head.weight"} if self.config.tie_word_embeddings else ())
-        load(self.slots, ignored, stream)
+        load(self.slots, ignored, stream, self.pieces)
 
     @torch.inference_mode()
     def random_weights(self, seed: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetoken.errors import StartupError
+from freetoken.kernels.block_fp8 import Fp8Weight
 from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.gdn_conv import GdnConv, pack_weight
 from freetoken.kernels.gdn_decode import GdnDecode
@@ -16,7 +17,7 @@ from freetoken.kernels.gdn_prefill import GdnPrefill
 from freetoken.kernels.gdn_prefill.plan import Plan
 from freetoken.models.config import LinearAttentionConfig, ModelConfig
 from freetoken.models.decoder import Attention, Ops, Pass
-from freetoken.models.layers import ColumnLinear, Placement, RowLinear, Slot, Weighted
+from freetoken.models.layers import ColumnLinear, Placement, RowLinear, Slot, Weighted, scale_slot
 from freetoken.models.state import CONV_STATE, REC_STATE
 
 if TYPE_CHECKING:
@@ -102,44 +103,56 @@ class GatedDeltaNet:
         self.eps = config.rms_norm_eps
         self.ops = ops
         heads = linear.num_value_heads
-        projections = {
-            f"{name}.in_proj_qkv": linear.channels,
-            f"{name}.in_proj_z": linear.value_size,
-            f"{name}.in_proj_b": heads,
-            f"{name}.in_proj_a": heads,
-        }
-        self.widths = list(projections.values())
-        self.projection = ColumnLinear(ops.gemm, place, projections, config.hidden_size)
+        wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
+        gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
+        self.widths = [linear.channels, linear.value_size, heads, heads]
+        # Gates stay out of FP8, and then cannot be part of the same product.
+        apart = place.holds_fp8(wide)
+        self.projection = ColumnLinear(ops.gemm, place, wide if apart else wide | gates, config.hidden_size)
+        self.gates = ColumnLinear(ops.gemm, place, gates, config.hidden_size) if apart else None
         self.weights = GdnWeights(linear, place, name)
         self.out = RowLinear(ops.gemm, place, f"{name}.out_proj", config.hidden_size, linear.value_size)
 
     def modules(self) -> Iterator[Weighted]:
-        yield from (self.projection, self.weights, self.out)
+        yield self.projection
+        if self.gates is not None:
+            yield self.gates
+        yield from (self.weights, self.out)
 
     def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
         assert step.states is not None
-        projected = self.projection(x)
+        projected = self._project(x)
         conv = step.states.layer(CONV_STATE, self.index)
         rec = step.states.layer(REC_STATE, self.index)
         decodes, pieces = step.fb.num_decodes, step.extra
         parts = []
         if decodes:
-            parts.append(self._decode(projected[:decodes], step.fb, conv, rec))
+            parts.append(self._decode([part[:decodes] for part in projected], step.fb, conv, rec))
         if pieces is not None:
-            parts.append(self._prefill(projected[decodes:], pieces, conv, rec))
+            parts.append(self._prefill([part[decodes:] for part in projected], pieces, conv, rec))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _decode(self, projected: torch.Tensor, fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor) -> torch.Tensor:
+    def _project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """q, k and v together, z, b and a of ``x [T, hidden]``, each ``[T, …]`` of any row stride."""
+        if self.gates is None:
+            return list(self.projection(x).split(self.widths, 1))
+        return [*self.projection(x).split(self.widths[:2], 1), *self.gates(x).split(self.widths[2:], 1)]
+
+    def _decode(
+        self, projected: list[torch.Tensor], fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor
+    ) -> torch.Tensor:
         """``[decodes, Hv * Dv]``: one token of each decoding request, states in place."""
-        qkv, z, b, a = projected.split(self.widths, 1)
+        qkv, z, b, a = projected
         count, w = fb.num_decodes, self.weights
         inputs = (qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps)
         # A slot is written once a step, and every step begins by gathering ids and embeddings, which waits for the step before.
         return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True)
 
-    def _prefill(self, projected: torch.Tensor, pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor) -> torch.Tensor:
+    def _prefill(
+        self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor
+    ) -> torch.Tensor:
         """``[tokens, Hv * Dv]`` of all prompt pieces, states in place."""
-        qkv, z, b, a = projected.split(self.widths, 1)
+        qkv, z, b, a = projected
         g, w = self.geometry, self.weights
         p = pieces
         mixed = self.ops.conv.prefill(qkv, w.conv, None, conv, p.q_starts, p.slots, p.starts, p.max_q_len)
@@ -159,20 +172,38 @@ class GatedProjection(ColumnLinear):
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> None:
         q_size, kv_size, hidden = config.q_size, config.kv_size, config.hidden_size
         q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
-        parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
-        super().__init__(ops.gemm, place, parts, hidden, bias=config.attention_bias)
+        kv = {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        super().__init__(
+            ops.gemm,
+            place,
+            {q_name: q_size, **kv, gate_name: q_size},
+            hidden,
+            bias=config.attention_bias,
+            fp8_parts=[q_name, *kv],
+            units=(config.head_dim,),
+        )
         heads, dim = config.num_heads // place.tp_size, config.head_dim
-        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-            if whole is None:
-                continue
+        fp8 = isinstance(self.weight, Fp8Weight)
+        group = self.weight.rows if fp8 else 1
+        wholes = [("weight", self.weight.data if fp8 else self.weight, dim)]
+        if fp8:
+            wholes.append(("weight_scale_inv", self.weight.scale, dim // group))
+        if self.bias is not None:
+            wholes.append(("bias", self.bias, dim))
+        for kind, whole, rows in wholes:
             query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
             apart = gate.target.storage_offset() - query.target.storage_offset()
             row = whole.stride(0)
             target = whole.as_strided(
-                (heads, 2, dim, *whole.shape[1:]), (dim * row, apart, row, *whole.stride()[1:]), whole.storage_offset()
+                (heads, 2, rows, *whole.shape[1:]),
+                (rows * row, apart, row, *whole.stride()[1:]),
+                whole.storage_offset(),
             )
+            if kind == "weight_scale_inv":
+                self.slots[f"{q_name}.{kind}"] = scale_slot(target, (2 * q_size, hidden), group)
+                continue
             shape = (2 * query.shape[0], *query.shape[1:])
-            self.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * query.length)
+            self.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * (query.length or q_size))
 
 
 class GatedAttention(Attention):

@@ -6,15 +6,19 @@ fill them; :func:`load` copies each tensor into its place as it arrives, so no s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from freetoken.errors import StartupError
+from freetoken.kernels import block_fp8
+from freetoken.kernels.block_fp8 import BLOCK, Fp8Weight, Weight
+from freetoken.kernels.fp8_gemm import Fp8Gemm
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.small_gemm import SmallGemm
+from freetoken.models.config import Fp8Config
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Slot:
 
     ``target`` is the view it fills, in order of elements; ``shape`` the whole tensor's shape in the checkpoint. With
     ``shard_dim`` only rows (or columns) ``start`` to ``start + length`` of it belong to this rank. ``shift`` is added to every
-    element.
+    element. With ``repeat`` (scales of FP8 blocks, held for smaller groups of rows) every row is repeated so often, and the first ``length`` are taken.
     """
 
     target: torch.Tensor
@@ -32,9 +36,12 @@ class Slot:
     start: int = 0
     length: int = 0
     shift: float = 0.0
+    repeat: int = 1
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy this rank's part, converting type and device."""
+        if self.repeat > 1:
+            tensor = tensor.repeat_interleave(self.repeat, -2)[..., : self.length, :]
         part = tensor if self.shard_dim is None else tensor.narrow(self.shard_dim, self.start, self.length)
         self.target.copy_(part.reshape(self.target.shape))
         if self.shift:
@@ -53,19 +60,55 @@ class Weighted(Protocol):
         """Fill the weights with sensible noise, drawn on their device."""
 
 
-def fill_normal(weight: torch.Tensor, generator: torch.Generator) -> None:
+RANDOM_FP8 = 64.0
+"""Standard deviation of random FP8 values, far below their limit of 448."""
+
+
+def fill_normal(weight: Weight, generator: torch.Generator) -> None:
     """Normal values with the variance of one over the number of inputs, the last dimension of ``weight``."""
-    weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+    deviation = weight.shape[-1] ** -0.5
+    if isinstance(weight, torch.Tensor):
+        weight.normal_(0.0, deviation, generator=generator)
+        return
+    weight.scale.fill_(deviation / RANDOM_FP8)
+    # A row (or an expert) at a time: there is no normal draw in FP8, and a wide copy of all would not fit.
+    for part in weight.data.split(max(1, 2**24 // weight.data[0].numel())):
+        wide = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+        part.copy_(wide.normal_(0.0, RANDOM_FP8, generator=generator).clamp_(-448.0, 448.0))
+
+
+def weight_tensors(weight: Weight) -> Iterator[torch.Tensor]:
+    """The tensors that hold ``weight``."""
+    if isinstance(weight, Fp8Weight):
+        yield from (weight.data, weight.scale)
+    else:
+        yield weight
+
+
+def scale_slot(scale: torch.Tensor, shape: tuple[int, ...], group: int) -> Slot:
+    """Where the block scales of an FP8 tensor of ``shape`` go: ``scale [..., N / group, ceil(K / 128)]`` or a view of as many."""
+    blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+    return Slot(scale, blocks, length=shape[-2] // group, repeat=BLOCK // group)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Type, device and tensor-parallel place of a model's weights."""
+    """Type, device and tensor-parallel place of a model's weights, and which of them are FP8."""
 
     dtype: torch.dtype
     device: torch.device
     tp_rank: int = 0
     tp_size: int = 1
+    fp8: Fp8Config | None = None
+    fp8_gemm: Fp8Gemm | None = None
+
+    def holds_fp8(self, modules: Iterable[str]) -> bool:
+        """Whether the merged weight of these modules is kept in FP8; :class:`StartupError` where it would have to be split."""
+        if self.fp8 is None or not self.fp8.holds(modules := list(modules)):
+            return False
+        if self.tp_size != 1:
+            raise StartupError(f"{modules[0]}: FP8 weights are not split over tensor-parallel ranks")
+        return True
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Uninitialised, of the model's type unless another is given."""
@@ -79,19 +122,20 @@ class Placement:
 
 
 class Linear:
-    """``y = x W^T + b`` with ``weight [N, K]`` of this rank, product by the shared :class:`SmallGemm`."""
+    """``y = x W^T + b`` with ``weight [N, K]`` of this rank, product by the shared :class:`SmallGemm` or :class:`Fp8Gemm`."""
 
-    def __init__(self, gemm: SmallGemm, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._gemm = gemm
-        self.weight = weight
+    def __init__(self, gemm: SmallGemm | Fp8Gemm, weight: Weight, bias: torch.Tensor | None) -> None:
+        self._gemm: Any = gemm
+        self.weight: Any = weight
         self.bias = bias
         self.slots: dict[str, Slot] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gemm.linear(x, self.weight, self.bias)
+        y: torch.Tensor = self._gemm.linear(x, self.weight, self.bias)
+        return y
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.weight
+        yield from weight_tensors(self.weight)
         if self.bias is not None:
             yield self.bias
 
@@ -104,7 +148,8 @@ class Linear:
 class ColumnLinear(Linear):
     """Outputs are sharded: each rank holds a share of the rows of every part.
 
-    ``parts`` maps checkpoint prefixes, in order, to output sizes; several parts (q, k, v or gate, up) become one weight.
+    ``parts`` maps checkpoint prefixes, in order, to output sizes; several parts (q, k, v or gate, up) become one weight. It is in FP8
+    where ``fp8_parts`` (default: all parts) are; the scales then are of groups of rows that divide every size in ``units``.
     """
 
     def __init__(
@@ -116,19 +161,36 @@ class ColumnLinear(Linear):
         *,
         bias: bool = False,
         silu: bool = False,
+        fp8_parts: Iterable[str] | None = None,
+        units: tuple[int, ...] = (),
     ) -> None:
         shares = {name: place.share(size, name) for name, size in parts.items()}
         total = sum(shares.values())
-        super().__init__(gemm, place.empty(total, in_size), place.empty(total) if bias else None)
-        gemm.reserve(self.weight, silu=silu)
+        offsets = place.empty(total) if bias else None
+        fp8 = place.holds_fp8(parts if fp8_parts is None else fp8_parts)
+        if fp8 and place.fp8_gemm is not None:
+            group = block_fp8.group_rows(*shares.values(), *units)
+            super().__init__(place.fp8_gemm, block_fp8.empty((total, in_size), group, place.device), offsets)
+        else:
+            super().__init__(gemm, place.empty(total, in_size), offsets)
+            gemm.reserve(self.weight, silu=silu)
         offset = 0
         for name, share in shares.items():
             rows = slice(offset, offset + share)
             start = place.tp_rank * share
-            self.slots[f"{name}.weight"] = Slot(self.weight[rows], (parts[name], in_size), 0, start, share)
+            self._add_slots(name, rows, (parts[name], in_size), start)
             if self.bias is not None:
                 self.slots[f"{name}.bias"] = Slot(self.bias[rows], (parts[name],), 0, start, share)
             offset += share
+
+    def _add_slots(self, name: str, rows: slice, shape: tuple[int, int], start: int) -> None:
+        if isinstance(self.weight, Fp8Weight):
+            group = self.weight.rows
+            scales = self.weight.scale[rows.start // group : rows.stop // group]
+            self.slots[f"{name}.weight"] = Slot(self.weight.data[rows], shape)
+            self.slots[f"{name}.weight_scale_inv"] = scale_slot(scales, shape, group)
+        else:
+            self.slots[f"{name}.weight"] = Slot(self.weight[rows], shape, 0, start, rows.stop - rows.start)
 
 
 class GatedLinear(ColumnLinear):
@@ -140,7 +202,8 @@ class GatedLinear(ColumnLinear):
         super().__init__(gemm, place, parts, in_size, bias=bias, silu=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gemm.linear_silu_mul(x, self.weight, self.bias)
+        y: torch.Tensor = self._gemm.linear_silu_mul(x, self.weight, self.bias)
+        return y
 
 
 class RowLinear(Linear):
@@ -153,9 +216,16 @@ class RowLinear(Linear):
         self, gemm: SmallGemm, place: Placement, name: str, out_size: int, in_size: int, *, bias: bool = False
     ) -> None:
         share = place.share(in_size, name)
-        super().__init__(gemm, place.empty(out_size, share), place.empty(out_size) if bias else None)
-        gemm.reserve(self.weight, silu=False)
-        self.slots[f"{name}.weight"] = Slot(self.weight, (out_size, in_size), 1, place.tp_rank * share, share)
+        offsets = place.empty(out_size) if bias else None
+        if place.holds_fp8([name]) and place.fp8_gemm is not None:
+            weight = block_fp8.empty((out_size, in_size), block_fp8.group_rows(out_size), place.device)
+            super().__init__(place.fp8_gemm, weight, offsets)
+            self.slots[f"{name}.weight"] = Slot(weight.data, (out_size, in_size))
+            self.slots[f"{name}.weight_scale_inv"] = scale_slot(weight.scale, (out_size, in_size), weight.rows)
+        else:
+            super().__init__(gemm, place.empty(out_size, share), offsets)
+            gemm.reserve(self.weight, silu=False)
+            self.slots[f"{name}.weight"] = Slot(self.weight, (out_size, in_size), 1, place.tp_rank * share, share)
         if self.bias is not None:
             self.slots[f"{name}.bias"] = Slot(self.bias, (out_size,))
             if place.tp_rank > 0:
@@ -231,19 +301,37 @@ class OutputHead:
             fill_normal(weight, generator)
 
 
-def load(slots: dict[str, Slot], ignored: frozenset[str], stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+Pieces = Callable[[], dict[str, dict[str, Slot]]]
+"""For each tensor that a checkpoint may hold in pieces, the pieces' names and places."""
+
+
+def load(
+    slots: dict[str, Slot],
+    ignored: frozenset[str],
+    stream: Iterable[tuple[str, torch.Tensor]],
+    pieces: Pieces | None = None,
+) -> None:
     """Fill every slot from ``(name, tensor)`` pairs in any order.
 
-    Names in ``ignored`` and rotary frequencies, which are computed, are passed over. :class:`StartupError` names a tensor
-    that has no place, comes twice, has another shape, or never comes.
+    Names in ``ignored`` and rotary frequencies, which are computed, are passed over. When a name has no slot, tensors may have come in
+    ``pieces`` (asked for then), whose slots take the place of the whole's. :class:`StartupError` names a tensor that has no place, comes
+    twice, has another shape, or never comes.
     """
-    waiting = dict(slots)
+    waiting, known = dict(slots), slots
+    split: dict[str, dict[str, Slot]] | None = None
+    owners: dict[str, str] = {}
     for name, tensor in stream:
         if name in ignored or name.endswith("rotary_emb.inv_freq"):
             continue
+        if name not in known and split is None and pieces is not None:
+            split = pieces()
+            owners = {piece: whole for whole, found in split.items() for piece in found}
+        if split is not None and waiting.pop(owners.get(name, ""), None) is not None:
+            waiting |= split[owners[name]]
+            known = known | split[owners[name]]
         slot = waiting.pop(name, None)
         if slot is None:
-            problem = "comes twice in the checkpoint" if name in slots else "has no place in this model"
+            problem = "comes twice in the checkpoint" if name in known else "has no place in this model"
             raise StartupError(f"tensor {name} {problem}")
         if tuple(tensor.shape) != slot.shape:
             raise StartupError(

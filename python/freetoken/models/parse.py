@@ -1,6 +1,6 @@
 """From a Hugging Face style configuration dictionary to :class:`ModelConfig` (torch-free).
 
-Key names and defaults are those of ``config.json`` as published with Llama, Qwen3 and Qwen3.5 checkpoints, both the older
+Key names and defaults are those of ``config.json`` as published with Llama, Qwen3 and Qwen3.5 checkpoints (with experts or without), both the older
 form (``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``) and the newer one (``rope_parameters``, ``dtype``).
 A checkpoint with a vision tower describes its language model in ``text_config``.
 """
@@ -13,14 +13,23 @@ from typing import Any, NoReturn
 
 from freetoken.errors import StartupError
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
+from freetoken.models.parse_moe import parse_fp8, parse_moe
 
-HYBRID_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", *HYBRID_ARCHITECTURES)
+HYBRID_ARCHITECTURES = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *HYBRID_ARCHITECTURES)
 _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 # Of a config with text_config these are read beside it, and win.
 _OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
@@ -147,6 +156,9 @@ def parse_hf_config(
     rope_theta, rope_scaling = _rope(r, rotary_dim or head_dim, max_positions)
     num_layers = r.integer("num_hidden_layers", most=MAX_LAYERS)
     layer_types = _layer_types(r, num_layers) if hybrid else ()
+    moe = parse_moe(r, architecture, num_layers)
+    # Where every layer has experts a plain MLP has no size.
+    has_mlp = moe is None or len(moe.dense_layers) > 0
     vocab_size = r.integer("vocab_size")
     g = _Reader(generation or {}, "generation_config.json")
     eos = tuple(dict.fromkeys((*r.ids("eos_token_id"), *g.ids("eos_token_id"))))
@@ -163,7 +175,7 @@ def parse_hf_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=r.integer("intermediate_size"),
+        intermediate_size=r.integer("intermediate_size") if has_mlp else 0,
         rms_norm_eps=r.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -177,6 +189,8 @@ def parse_hf_config(
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
+        moe=moe,
+        fp8=parse_fp8(r),
         dtype=_dtype(r),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -204,12 +218,6 @@ def _refuse_unserved_features(r: _Reader, hybrid: bool) -> None:
     activation = r.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         r.fail("hidden_act", f"{_brief(activation)} is not served; silu is")
-    quantization = r.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        r.fail(
-            "quantization_config", f"says {_brief(method)}, which is not served; use an unquantised folder or a GGUF"
-        )
     if r.boolean("use_sliding_window", False):
         r.fail("use_sliding_window", "is true, but sliding-window attention is not served")
     served = (FULL_ATTENTION, LINEAR_ATTENTION) if hybrid else (FULL_ATTENTION,)
@@ -254,13 +262,14 @@ def _linear_attention(r: _Reader) -> LinearAttentionConfig:
 
 
 def _head_dim(r: _Reader, architecture: str, hidden_size: int, num_heads: int) -> int:
-    if r.values.get("head_dim") is None and architecture == "LlamaForCausalLM" and hidden_size % num_heads:
+    divided = architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
+    if r.values.get("head_dim") is None and divided and hidden_size % num_heads:
         r.fail(
             "hidden_size",
             f"{hidden_size} is not a multiple of num_attention_heads {num_heads}, and head_dim is missing",
         )
-    defaults = {"LlamaForCausalLM": hidden_size // num_heads, "Qwen3ForCausalLM": 128}
-    head_dim = r.integer("head_dim", defaults.get(architecture, 256))
+    default = hidden_size // num_heads if divided else 128 if architecture == "Qwen3ForCausalLM" else 256
+    head_dim = r.integer("head_dim", max(default, 1))
     if head_dim % 2:
         r.fail("head_dim", f"must be even for the rotary embedding, not {head_dim}")
     return head_dim

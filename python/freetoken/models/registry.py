@@ -24,12 +24,15 @@ def _stateless(model: ModelConfig) -> tuple[StateSpec, ...]:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One row: the architecture's name in ``config.json``, the class that serves it, and what it keeps for each request."""
+    """One row: the architecture's name in ``config.json``, the class that serves it, what it keeps for each request, and
+    the dialects of reasoning and tool calls its models speak where their chat template does not tell."""
 
     architecture: str
     module: str
     class_name: str
     state_specs: Callable[[ModelConfig], tuple[StateSpec, ...]] = _stateless
+    reasoning_parser: str = "none"
+    tool_call_parser: str = "hermes"
 
     def load_class(self) -> type[DecoderModel]:
         """Import the class, and torch with it."""
@@ -39,9 +42,40 @@ class ModelEntry:
 
 MODELS: tuple[ModelEntry, ...] = (
     ModelEntry("LlamaForCausalLM", "freetoken.models.llama", "LlamaModel"),
-    ModelEntry("Qwen3ForCausalLM", "freetoken.models.qwen3", "Qwen3Model"),
-    ModelEntry("Qwen3_5ForCausalLM", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
-    ModelEntry("Qwen3_5ForConditionalGeneration", "freetoken.models.qwen3_5", "Qwen35Model", linear_attention_states),
+    ModelEntry("Qwen3ForCausalLM", "freetoken.models.qwen3", "Qwen3Model", reasoning_parser="qwen3"),
+    ModelEntry("Qwen3MoeForCausalLM", "freetoken.models.qwen3_moe", "Qwen3MoeModel", reasoning_parser="qwen3"),
+    ModelEntry(
+        "Qwen3_5ForCausalLM",
+        "freetoken.models.qwen3_5",
+        "Qwen35Model",
+        linear_attention_states,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
+    ModelEntry(
+        "Qwen3_5ForConditionalGeneration",
+        "freetoken.models.qwen3_5",
+        "Qwen35Model",
+        linear_attention_states,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
+    ModelEntry(
+        "Qwen3_5MoeForCausalLM",
+        "freetoken.models.qwen3_5_moe",
+        "Qwen35MoeModel",
+        linear_attention_states,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
+    ModelEntry(
+        "Qwen3_5MoeForConditionalGeneration",
+        "freetoken.models.qwen3_5_moe",
+        "Qwen35MoeModel",
+        linear_attention_states,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
 )
 
 _BY_ARCHITECTURE = {entry.architecture: entry for entry in MODELS}

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from freetoken.models.config import ModelConfig
 
 CONV_STATE, REC_STATE = "conv", "rec"
+PLE_CONTEXT, PLE_HISTORY = "ple_context", "ple_history"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """One kind of per-request state: ``layers`` tensors of ``shape`` a request, in ``dtype`` (``None``: the model's own)."""
+    """One kind of per-request state: ``layers`` tensors of ``shape`` a request, in ``dtype`` (``None``: the model's own; else
+    a floating type or ``int32``)."""
 
     name: str
     layers: int
@@ -38,4 +40,20 @@ def linear_attention_states(model: ModelConfig) -> tuple[StateSpec, ...]:
     return (
         StateSpec(name=CONV_STATE, layers=layers, shape=(linear.conv_width, linear.channels)),
         StateSpec(name=REC_STATE, layers=layers, shape=recurrent, dtype="float32"),
+    )
+
+
+def ple_states(model: ModelConfig) -> tuple[StateSpec, ...]:
+    """The last ids of the text, which all layers of n-gram embeddings hash, and of each such layer the last inputs of its
+    convolution, as a ring.
+
+    ``ple_context [n - 1]`` int32 is oldest first; ``ple_history [L, C]`` holds at entry ``p % L`` the input row of position p, L
+    being how far the convolution reaches back. Both are trusted only as far as the request's own tokens go.
+    """
+    ple = model.ple
+    if ple is None or not ple.layers:
+        return ()
+    return (
+        StateSpec(name=PLE_CONTEXT, layers=1, shape=(ple.ngram_size - 1,), dtype="int32"),
+        StateSpec(name=PLE_HISTORY, layers=len(ple.layers), shape=(ple.history, ple.channels)),
     )

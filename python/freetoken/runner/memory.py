@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from freetoken.errors import StartupError
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.names import weight_bytes
 from freetoken.models.config import ModelConfig
+from freetoken.models.ple_config import BLOCK_TOKENS
 from freetoken.models.state import StateSpec
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 GIB = 2**30
 # A KV cache below this many tokens would refuse ordinary prompts, so the start says what is missing instead.
 MIN_TOKENS = 128
@@ -19,8 +19,15 @@ MIN_TOKENS = 128
 STAGED_STATES = 4
 # What states may take of the memory that weights and a step leave; the rest is for KV.
 STATE_SHARE = 0.5
+# Tokens that experts take at once; more go through them in slices.
+MOE_SLICE_TOKENS = 8192
+
+# What tables of n-gram embeddings may take of the GPU memory that weights leave, and of the host's, when nothing was asked for.
+TABLE_SHARE, HOST_SHARE = 0.5, 0.85
 # Per token and value head of a chunked delta rule: two matrices of a chunk's width.
 GDN_CHUNK = 64
+# Float32 copies of the residual streams of a block of tokens that n-gram embeddings hold at once.
+PLE_BLOCK_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,8 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     """Upper estimate of the temporary bytes of one step.
 
     Counts the widest moment of a layer (residual, normed input, merged gate/up and its product, or merged qkv, q and
-    attention output, or what linear attention projects, convolves and makes of a chunk) for ``prefill_tokens`` tokens, four fp32
-    copies of the sampled logits, and the page table.
+    attention output, or what linear attention projects, convolves and makes of a chunk) for ``prefill_tokens`` tokens, or of its experts, four fp32
+    copies of the sampled logits, the largest FP8 matrix of a dense layer in ``dtype``, and the page table.
     """
     element = ELEMENT_BYTES[dtype]
     gate = 2 * model.q_size if model.attn_output_gate else 0
@@ -63,8 +70,28 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
     if linear is not None:
         chunk = 2 * GDN_CHUNK * linear.num_value_heads
         widest = max(widest, linear.projected + linear.channels + 2 * linear.value_size + chunk)
-    tokens = (4 * model.hidden_size + widest) * element * prefill_tokens
-    return tokens + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+    layer = max(widest * element * prefill_tokens, _expert_bytes(model, element, prefill_tokens))
+    tokens = 4 * model.hidden_size * element * prefill_tokens + layer
+    if model.ple is not None:
+        # Looked-up rows, keys and value, gated and normed streams and the rows of the convolution; float32 copies of a block.
+        ple = model.ple
+        wide = ple.embed_dim + ple.hidden_size + 4 * ple.channels
+        tokens += wide * element * prefill_tokens + PLE_BLOCK_COPIES * ple.channels * 4 * min(
+            BLOCK_TOKENS, prefill_tokens
+        )
+    matrix = 0 if model.fp8 is None else max(2 * model.intermediate_size, widest) * model.hidden_size * element
+    return tokens + matrix + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
+
+
+def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:
+    """Temporary bytes of a layer of experts: activations and outputs of every route of a slice, and for each token the router's
+    logits, the shared expert and the output."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    routes = min(tokens, MOE_SLICE_TOKENS) * (moe.top_k + 1)
+    alone = moe.num_experts + 3 * moe.shared_intermediate_size + 2 * model.hidden_size
+    return (routes * (moe.intermediate_size + model.hidden_size) + tokens * alone) * element + 16 * routes
 
 
 def check_model_fits(
@@ -73,7 +100,7 @@ def check_model_fits(
     """Before anything is allocated: :class:`StartupError` when weights in ``dtype``, the token counts of ``rows`` running
     requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
     """
-    weights = sum(math.prod(shape) for shape in expected_tensors(model).values()) * ELEMENT_BYTES[dtype]
+    weights = weight_bytes(model, ELEMENT_BYTES[dtype])
     state = 2 * rows * model.vocab_size + 4 * page_table_entries
     if weights + state <= free_bytes:
         return
@@ -150,6 +177,67 @@ def plan_states(
         return StatePlan(rows, slot, cost(rows), "--max-running-requests")
     reason = f"{gib(slot)} of state a request and {gib(available)} for state and KV, of which at most {STATE_SHARE:.0%} for state"
     return StatePlan(fits, slot, cost(fits), reason, limited=True)
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where the tables of n-gram embeddings are held: ``kind`` is ``gpu``, ``pinned`` or ``mmap``; ``reason`` says why."""
+
+    kind: str
+    reason: str
+
+
+def plan_tables(
+    asked: str,
+    nbytes: int,
+    *,
+    on_disk: bool,
+    device: str,
+    total_bytes: int,
+    free_bytes: int,
+    fraction: float,
+    host_bytes: int,
+) -> TablePlan:
+    """Decide for tables of ``nbytes`` in all, once the weights are loaded and before anything else is sized.
+
+    ``asked`` is ``auto`` or a kind. ``total_bytes`` and ``free_bytes`` describe the device, ``fraction`` of which may be used;
+    ``host_bytes`` are available on the host. On the GPU they may take :data:`TABLE_SHARE` of what is left there, in page-locked
+    memory :data:`HOST_SHARE` of the host's; on the CPU both are the same memory. Without files (``on_disk`` false, random weights)
+    nothing can be mapped. :class:`StartupError` when what was asked for does not fit.
+    """
+    left = max(int(total_bytes * fraction) - (total_bytes - free_bytes), 0)
+    room = {"gpu": left, "pinned": int(host_bytes * HOST_SHARE)}
+    place = {
+        "gpu": "left on the GPU" if device == "cuda" else "left of the memory",
+        "pinned": "may be page-locked on the host",
+    }
+    if asked == "mmap":
+        if not on_disk:
+            raise StartupError("--ple-table mmap: random weights have no file to map")
+        return TablePlan("mmap", "--ple-table mmap")
+    if asked != "auto":
+        if nbytes > room[asked]:
+            raise StartupError(
+                f"--ple-table {asked}: the n-gram tables need {gib(nbytes)}, but {gib(room[asked])} {place[asked]}; use "
+                f"{'pinned or ' if asked == 'gpu' and device == 'cuda' else ''}mmap"
+            )
+        return TablePlan(asked, f"--ple-table {asked}")
+    limit = int(left * TABLE_SHARE)
+    if nbytes <= limit:
+        return TablePlan(
+            "gpu", f"{gib(nbytes)} of tables are at most {TABLE_SHARE:.0%} of the {gib(left)} {place['gpu']}"
+        )
+    if device == "cuda" and nbytes <= room["pinned"]:
+        return TablePlan(
+            "pinned",
+            f"{gib(nbytes)} of tables are above {TABLE_SHARE:.0%} of the {gib(left)} {place['gpu']}; the host has room",
+        )
+    if not on_disk:
+        raise StartupError(f"random n-gram tables need {gib(nbytes)}, but {gib(room['pinned'])} {place['pinned']}")
+    return TablePlan(
+        "mmap",
+        f"{gib(nbytes)} of tables fit neither the {gib(left)} {place['gpu']} nor the {gib(host_bytes)} of the host",
+    )
 
 
 def plan_memory(

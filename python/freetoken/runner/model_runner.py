@@ -14,6 +14,7 @@ import torch
 
 from freetoken import environ
 from freetoken.errors import StartupError
+from freetoken.loader.ple_table import TableSource
 from freetoken.models.registry import build_model, find
 from freetoken.runner.attention import build_attention
 from freetoken.runner.cuda_graph import CapturePrimitive, CudaGraphCapture, DecodeGraphs, RerunCapture
@@ -28,6 +29,7 @@ from freetoken.runner.memory import (
     plan_states,
     step_bytes,
 )
+from freetoken.runner.ple_setup import PleTables
 from freetoken.runner.sampler import SampleOutput, SamplePlan, Sampler
 from freetoken.runner.staging import HostRing
 from freetoken.runner.state_pool import StatePool
@@ -49,10 +51,19 @@ _PromptPiece = tuple[str, list[int], int, list[torch.Tensor]]
 
 @dataclass
 class _Pending:
-    """A launched step: where its host copies land and the event that says they have."""
+    """A launched step: what its draw needs, then where its host copies land and the event that says they have."""
 
-    ids: np.ndarray
     plan: SamplePlan
+    drawn_from: tuple[torch.Tensor, torch.Tensor] | None
+    """Logits ``[S, vocab_size]`` and request rows ``[S]``; let go with the draw, as they are large."""
+    prompts: list[_PromptPiece]
+    failed: dict[str, str]
+    copies: _Copies | None = None
+
+
+@dataclass(frozen=True)
+class _Copies:
+    ids: np.ndarray
     pieces: list[torch.Tensor]
     prompts: list[_PromptPiece]
     event: torch.cuda.Event | None
@@ -67,6 +78,7 @@ class ModelRunner:
 
     ``launch`` enqueues a step and returns at once on CUDA; ``collect`` waits for its ids. Steps run in launch order, and
     step N + 1 may be launched before step N is collected: its decode inputs are the ids that step N leaves on the device.
+    Of a step with token masks ``launch`` enqueues the forward pass alone, and ``draw``, before the next launch, the rest.
     """
 
     def __init__(
@@ -103,7 +115,8 @@ class ModelRunner:
         self.model = build_model(
             config.model, dtype=self.dtype, device=self.device, max_positions=config.context_length
         )
-        self._load_weights()
+        tables = self._load_weights()
+        self.tables = self._open_tables(tables)
         self._load_seconds = time.monotonic() - started
         self.state_plan = self._plan_states()
         self.max_rows = self.state_plan.rows
@@ -119,6 +132,7 @@ class ModelRunner:
         model = config.model
         self.states = self._make_states()
         self.state_blocks = self.states.blocks if self.states is not None else 0
+        self.state_block_bytes = self.states.slot_bytes if self.states is not None else 0
         self.kv = KVPool(
             num_layers=model.num_attention_layers,
             num_pages=self.num_pages,
@@ -147,8 +161,10 @@ class ModelRunner:
 
     # --- start ---------------------------------------------------------------------------------------------------
 
-    def _load_weights(self) -> None:
+    def _load_weights(self) -> list[TableSource] | None:
+        """Fill the model; returns where its n-gram tables lie."""
         config = self.config
+        tables = None
         if config.load_format == "dummy":
             self._progress("making random weights", 0, self.model.weight_bytes, "bytes")
             self.model.random_weights(config.random_seed)
@@ -161,9 +177,24 @@ class ModelRunner:
                 logger.info("%d tensors of the checkpoint's %s are left aside", len(tensors), part)
             report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
             self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
+            tables = checkpoint.tables
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        return tables
+
+    def _open_tables(self, sources: list[TableSource] | None) -> PleTables | None:
+        if self.model.ple is None:
+            return None
+        return PleTables(
+            self.config,
+            self.model.ple,
+            sources,
+            dtype=self.dtype,
+            device=self.device,
+            memory=self._device_memory(),
+            progress=self._progress,
+        )
 
     def _device_memory(self) -> tuple[int, int]:
         """Free and total bytes where the model runs."""
@@ -275,7 +306,10 @@ class ModelRunner:
         if self.states is not None:
             self.states.restore([(req.row, block) for req, block in batch.restores])
         prompts: list[_PromptPiece] = []
-        if not batch.prefills and self.graphs is not None and self.graphs.bucket(len(batch.decodes)) is not None:
+        graphs = None if batch.prefills else self.graphs
+        captured = graphs is not None and graphs.bucket(len(batch.decodes)) is not None
+        failed = {} if self.tables is None else self.tables.stage(batch, self._last_ids, captured=captured)
+        if captured:
             sampled = batch.decodes
             logits, rows = self._replay(sampled)
         else:
@@ -285,11 +319,24 @@ class ModelRunner:
                 self.graphs.misses += 1
         if self.states is not None:
             self.states.snapshot([(req.row, block) for req, block in batch.snapshots])
-        plan = self.sampler.plan(batch)
-        out = self.sampler.sample(logits, plan) if sampled else None
+        pending = _Pending(self.sampler.plan(batch), (logits, rows), prompts, failed)
+        if not batch.masked:
+            self._draw(pending, None)
+        return pending
+
+    @torch.inference_mode()
+    def draw(self, pending: _Pending, masks: np.ndarray) -> None:
+        """Enqueue the draw of a step whose batch is ``masked``: ``masks [len(batch.masked), words] int32``."""
+        assert pending.copies is None and pending.plan.masked is not None
+        self._draw(pending, self.sampler.send_masks(masks))
+
+    def _draw(self, pending: _Pending, masks: torch.Tensor | None) -> None:
+        assert pending.drawn_from is not None
+        (logits, rows), pending.drawn_from = pending.drawn_from, None
+        out = self.sampler.sample(logits, pending.plan, masks) if pending.plan.size else None
         if out is not None:
             self._last_ids.index_copy_(0, rows, out.ids)
-        return self._copy_back(plan, out, prompts)
+        pending.copies = self._copy_back(out, pending.prompts)
 
     def _replay(self, decodes: list[Slice]) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.graphs is not None
@@ -392,12 +439,7 @@ class ModelRunner:
             offset += s.length
         return pieces
 
-    def _copy_back(
-        self,
-        plan: SamplePlan,
-        out: SampleOutput | None,
-        prompts: list[_PromptPiece],
-    ) -> _Pending:
+    def _copy_back(self, out: SampleOutput | None, prompts: list[_PromptPiece]) -> _Copies:
         device: list[torch.Tensor] = []
         if out is not None:
             device = out.device_tensors()
@@ -418,17 +460,19 @@ class ModelRunner:
         split = iter(host[len(device) :])
         moved = [(rid, ids, top, [next(split) for _ in tensors]) for rid, ids, top, tensors in prompts]
         drawn = host[0].numpy() if device else np.zeros(0, dtype=np.int64)
-        return _Pending(drawn, plan, host[: len(device)], moved, event)
+        return _Copies(drawn, host[: len(device)], moved, event)
 
     @torch.inference_mode()
     def collect(self, pending: _Pending) -> StepResult:
         """Wait for a launched step and return its ids and log-probabilities."""
-        if pending.event is not None:
-            pending.event.synchronize()
-        result = StepResult(ids=pending.ids.tolist())
-        if pending.pieces:
-            result.logprobs = pending.plan.entries(pending.pieces)
-        for rid, targets, top, tensors in pending.prompts:
+        copies = pending.copies
+        assert copies is not None, "a step is collected that was not drawn"
+        if copies.event is not None:
+            copies.event.synchronize()
+        result = StepResult(ids=copies.ids.tolist(), failed=pending.failed)
+        if copies.pieces:
+            result.logprobs = pending.plan.entries(copies.pieces)
+        for rid, targets, top, tensors in copies.prompts:
             entries = self.sampler.prompt_entries(targets, tensors, top)
             result.prompt_logprobs.setdefault(rid, []).extend(entries)
         return result
@@ -438,7 +482,7 @@ class ModelRunner:
     def info(self) -> dict[str, Any]:
         """JSON-ready: device, memory, kernels and why, graph buckets."""
         name = torch.cuda.get_device_name() if self.cuda else "CPU"
-        choices = [*self.model.kernel_choices(), self.sampler.choice]
+        choices = [*self.model.kernel_choices(), *self.sampler.kernel_choices()]
         return {
             "device": name,
             "torch": str(torch.__version__),
@@ -449,6 +493,7 @@ class ModelRunner:
             "max_total_tokens": self.memory.num_tokens,
             "max_running_requests": self.max_rows,
             "states": None if self.states is None else {**self.states.info(), "rows_limit": self.state_plan.reason},
+            "ple_table": None if self.tables is None else self.tables.info(),
             "kernels": [{"op": c.op, "flag": c.flag, "impl": c.impl, "why": c.why} for c in choices],
             "attention": self.attention.info(),
             "cuda_graph_bs": list(self.graphs.buckets) if self.graphs else [],

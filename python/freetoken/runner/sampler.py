@@ -1,7 +1,7 @@
 """The batched sampler: what each request asked for, applied to one step's logits without waiting for the device.
 
 Order: repetition, presence and frequency penalties and logit bias on the raw logits; the ban of stop ids below the minimum
-length; temperature; top-k; top-p over what top-k kept; min-p against the most likely id; the draw. A drawn id is a function
+length; the token mask of a grammar; temperature; top-k; top-p over what top-k kept; min-p against the most likely id; the draw. A drawn id is a function
 of the request's seed, the index of the token among its outputs, and its row of logits: neither the row's place nor its
 neighbours count.
 """
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from freetoken.kernels import sample
+from freetoken.kernels.dispatch import Choice, choose_op
 from freetoken.kernels.sample import TOP_K_OFF, SampleParams
 from freetoken.kernels.sample.hashing import row_keys
+from freetoken.kernels.token_mask import TokenMask
 from freetoken.messages import TokenLogprob
 from freetoken.runner import penalties
 from freetoken.runner.logprobs import logprob_entries, token_logprobs
@@ -39,7 +41,7 @@ class SamplePlan:
     """One step's sampling, decided on the host. Index tensors are int64; ``None`` skips a stage.
 
     ``params`` is ``None`` when every row takes its argmax. ``bias`` holds ``(places, ids, values)``, ``banned`` ``(places,
-    ids)``, ``logprob_places`` the rows that asked for log-probabilities; ``tops`` says, for each of the ``size`` rows, how
+    ids)``, ``masked`` the places of rows with a token mask, ``logprob_places`` the rows that asked for log-probabilities; ``tops`` says, for each of the ``size`` rows, how
     many alternatives (-1: no log-probability).
     """
 
@@ -48,13 +50,14 @@ class SamplePlan:
     penalty: PenaltyPlan | None = None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
+    masked: torch.Tensor | None = None
     logprob_places: torch.Tensor | None = None
     tops: tuple[int, ...] = ()
 
     @property
     def path(self) -> str:
-        """``argmax``, ``argmax+edits`` (penalties, bias or bans before it), ``draw`` or ``draw+edits``."""
-        edits = self.penalty is not None or self.bias is not None or self.banned is not None
+        """``argmax``, ``argmax+edits`` (penalties, bias, bans or masks before it), ``draw`` or ``draw+edits``."""
+        edits = any(stage is not None for stage in (self.penalty, self.bias, self.banned, self.masked))
         return ("argmax" if self.params is None else "draw") + ("+edits" if edits else "")
 
     def entries(self, pieces: Sequence[torch.Tensor]) -> list[TokenLogprob | None] | None:
@@ -101,9 +104,14 @@ class Sampler:
         self.device = torch.device(device)
         self.sample_vocab = sample_vocab
         self.choice = sample.choice(self.device.type)
+        self._mask = TokenMask(choose_op("token_mask", self.device.type))
         self.counts = penalties.TokenCounts(max_rows, vocab_size, self.device)
         self._table = SamplerTable(max_rows, vocab_size, default_seed)
         self._ring = HostRing(self.device)
+
+    def kernel_choices(self) -> list[Choice]:
+        """What its ops use, for the table of kernels."""
+        return [self.choice, self._mask.choice]
 
     def register(self, reqs: Sequence[Req]) -> None:
         """Take over the rows of requests new to them; all their ids are known on the host."""
@@ -135,6 +143,8 @@ class Sampler:
         ban_places, ban_ids = gather_ids(rows, short, table.stop_ids)
         if len(ban_places):
             arrays |= {"ban_places": ban_places, "ban_ids": ban_ids}
+        if batch.masked:
+            arrays["masked"] = np.array(batch.masked, dtype=np.int64)
         if len(asked):
             arrays["asked"] = asked
         if not arrays:
@@ -164,6 +174,7 @@ class Sampler:
             penalty=penalty,
             bias=(sent["bias_places"], sent["bias_ids"], sent["bias_values"]) if "bias_places" in sent else None,
             banned=(sent["ban_places"], sent["ban_ids"]) if "ban_places" in sent else None,
+            masked=sent.get("masked"),
             logprob_places=sent.get("asked"),
             tops=tops,
         )
@@ -188,8 +199,15 @@ class Sampler:
             all_top_k=len(limited) == len(limits),
         )
 
-    def sample(self, logits: torch.Tensor, plan: SamplePlan) -> SampleOutput:
+    def send_masks(self, masks: np.ndarray) -> torch.Tensor:
+        """``masks [G, words] int32`` on the device; the copy has left ``masks`` when this returns."""
+        (sent,) = self._ring.send([masks.reshape(-1)])
+        return sent.view(masks.shape)
+
+    def sample(self, logits: torch.Tensor, plan: SamplePlan, masks: torch.Tensor | None = None) -> SampleOutput:
         """Draw one id a row of ``logits [S, vocab_size] float32`` (edited in place), and count it where penalties need it.
+
+        ``masks [G, words] int32`` belong to ``plan.masked``; every one of them must allow an id.
 
         Log-probabilities are those of the model: of the raw logits, before penalties, bias and temperature, normalised over
         ids below ``sample_vocab``. Nothing waits for the device (but the ``check`` mode of the kernel flag).
@@ -201,6 +219,9 @@ class Sampler:
             penalties.add_bias(logits, *plan.bias)
         if plan.banned is not None:
             penalties.ban(logits, *plan.banned)
+        if plan.masked is not None:
+            assert masks is not None
+            self._mask(logits, plan.masked, masks)
         if plan.params is None:
             ids = sample.argmax_ids(logits, self.sample_vocab, self.choice.impl)
         else:

@@ -58,7 +58,8 @@ class SamplerTable:
         self.presence[row] = asked.presence_penalty
         self.frequency[row] = asked.frequency_penalty
         self.penalised[row] = asked.needs_penalties
-        self.min_new_tokens[row] = asked.min_new_tokens
+        # A grammar's masks leave the stop ids out themselves, while they have anything else to allow.
+        self.min_new_tokens[row] = 0 if asked.grammar is not None else asked.min_new_tokens
         self.logprobs[row] = -1 if asked.logprobs is None else asked.logprobs
         self._set_ids(row, req)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from freetoken.errors import StartupError
 from freetoken.models.state import StateSpec
-from freetoken.runner.memory import STAGED_STATES, gib
+from freetoken.runner import host_memory
+from freetoken.runner.memory import STAGED_STATES
 
 
 class StatePool:
@@ -48,13 +47,22 @@ class StatePool:
         self._views = {
             spec.name: [pool[:, layer] for layer in range(spec.layers)] for spec, pool in zip(self.specs, self._pools)
         }
-        self._host = [_host_blocks(blocks, pool, pinned=self.cuda) for pool in self._pools]
+        self._host = [
+            host_memory.allocate(
+                (blocks, *pool.shape[1:]),
+                pool.dtype,
+                pinned=self.cuda,
+                what="copies of states",
+                advice="lower --state-cache-gb",
+            )
+            for pool in self._pools
+        ]
         if self.cuda and blocks:
             self._staging = [pool.new_empty((min(STAGED_STATES, rows), *pool.shape[1:])) for pool in self._pools]
             self._side = torch.cuda.Stream(self.device)
             self._copied: list[torch.cuda.Event | None] = [None] * min(STAGED_STATES, rows)
             self._next = 0
-            release = weakref.finalize(self, _release, self._side, [host.data_ptr() for host in self._host])
+            release = weakref.finalize(self, host_memory.release, self._side, [host.data_ptr() for host in self._host])
             release.atexit = False
 
     def layer(self, name: str, layer: int) -> torch.Tensor:
@@ -99,6 +107,11 @@ class StatePool:
                 host[block].copy_(staging[index], non_blocking=True)
         self._copied[index] = self._side.record_event(copied)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one request's state, in a slot or in a block."""
+        return sum(pool[0].nbytes for pool in self._pools)
+
     def info(self) -> dict[str, Any]:
         """JSON-ready: the kinds of state, device and host bytes."""
         kinds = [
@@ -107,34 +120,9 @@ class StatePool:
         ]
         return {
             "slots": self.slots,
-            "slot_bytes": sum(pool[0].nbytes for pool in self._pools),
+            "slot_bytes": self.slot_bytes,
             "bytes": sum(pool.nbytes for pool in self._pools),
             "blocks": self.blocks,
             "host_bytes": sum(host.nbytes for host in self._host),
             "kinds": kinds,
         }
-
-
-def _release(side: torch.cuda.Stream, pointers: list[int]) -> None:
-    """Give up page locks before the memory is freed, which another pool may be given."""
-    side.synchronize()
-    for pointer in pointers:
-        torch.cuda.cudart().cudaHostUnregister(pointer)
-
-
-def _host_blocks(blocks: int, pool: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-    """``[blocks, layers, *shape]`` on the host. Page-locked by registration, as torch's own pinned memory is rounded up to a
-    power of two bytes."""
-    shape = (blocks, *pool.shape[1:])
-    nbytes = math.prod(shape) * pool.element_size()
-    try:
-        host = torch.empty(shape, dtype=pool.dtype)
-    except RuntimeError:
-        raise StartupError(f"the host has no {gib(nbytes)} for copies of states; lower --state-cache-gb") from None
-    if pinned and nbytes:
-        code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0))
-        if code:
-            raise StartupError(
-                f"the host cannot page-lock {gib(nbytes)} for copies of states (CUDA error {code}); lower --state-cache-gb"
-            )
-    return host

@@ -46,9 +46,18 @@ def build_request(message: AddRequest, config: Config, pool_tokens: int, arrival
         stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
         seed=derive_seed(config.random_seed, arrival) if sampling.seed is None else sampling.seed,
         arrival=arrival,
+        priority=_priority(message, config),
         arrival_time=now,
         key=as_key(ids),
     )
+
+
+def _priority(message: AddRequest, config: Config) -> int:
+    if message.priority and not config.priority_scheduling:
+        raise RequestError(
+            "priority needs --enable-priority-scheduling", param="priority", code="unsupported_parameter"
+        )
+    return message.priority
 
 
 def check_queue(prompt_tokens: int, requests: int, queued_tokens: int, config: Config) -> None:

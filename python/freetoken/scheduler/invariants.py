@@ -27,7 +27,7 @@ def check_idle(scheduler: Scheduler) -> None:
     tree, pages, rows = scheduler.tree, scheduler.pages, scheduler.rows
     _require(not scheduler.resident and not scheduler.waiting, "idle with requests waiting or resident")
     _require(not scheduler.decoding and not scheduler.prefilling, "idle with requests to plan")
-    _require(scheduler.queued_tokens == 0, f"idle with {scheduler.queued_tokens} queued tokens")
+    _require(scheduler.waiting.tokens == 0, f"idle with {scheduler.waiting.tokens} queued tokens")
     _require(tree.evictable_pages == tree.total_pages, "idle with locked pages")
     _require(
         pages.used_count == tree.total_pages, f"idle with {pages.used_count} pages out, {tree.total_pages} in the tree"
@@ -134,14 +134,18 @@ def _check_lengths(scheduler: Scheduler) -> None:
 
 def _check_queues(scheduler: Scheduler) -> None:
     waiting, resident = scheduler.waiting, scheduler.resident
-    for rid, req in waiting.items():
-        _require(req.rid == rid and req.status is Status.WAITING, f"{rid} waits with status {req.status}")
+    order = [req.priority for req in waiting.values()]
+    _require(order == sorted(order, reverse=True) and len(order) == len(waiting), "the queue is out of order")
+    for req in waiting.values():
+        rid = req.rid
+        _require(rid in waiting and waiting[rid] is req, f"{rid} waits under another name")
+        _require(req.status is Status.WAITING, f"{rid} waits with status {req.status}")
         _require(not req.pages and req.row == -1 and req.node is None, f"{rid} waits and holds memory")
         _require(req.pending == 0 and req.in_flight == 0, f"{rid} waits with a step in flight")
         _require(req.computed == 0, f"{rid} waits with {req.computed} tokens computed")
         _require(not req.cuts and not req.held, f"{rid} waits with state to keep")
     queued = sum(len(req.ids) for req in waiting.values())
-    _require(queued == scheduler.queued_tokens, f"{scheduler.queued_tokens} queued tokens counted, {queued} there")
+    _require(queued == waiting.tokens, f"{waiting.tokens} queued tokens counted, {queued} there")
     running = [req for req in resident.values() if req.status is Status.RUNNING]
     expected = set(waiting) | {req.rid for req in running}
     _require(set(scheduler.live) == expected and len(expected) == len(waiting) + len(running), "live requests differ")

@@ -2,13 +2,15 @@
 
 A step is every stream's next token first, then prompt pieces up to the token budget. A request is admitted when its
 prompt, and the share of their output that all running requests are expected to produce, fit the memory that is free or
-can be taken back from the prefix cache. When the expectation was too low, the youngest request gives its memory back.
+can be taken back from the prefix cache. When the expectation was too low, the youngest request gives its memory back; with
+priorities the youngest of the lowest, which also makes way for a higher one that waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 RATIO_START = 0.5
 """Share of its remaining ``max_new_tokens`` a request is expected to use before anything was observed: most replies end
@@ -115,22 +117,33 @@ class Waiting:
     retracted: bool
     cached_pages: int
     bypassed: int
+    priority: int = 0
 
 
 def longest_prefix_order(waiting: Sequence[Waiting]) -> list[int]:
-    """Indices of ``waiting``, next first: retracted requests, then starved ones, then by cached prefix, by arrival."""
+    """Indices of ``waiting``, next first: by priority; in it retracted requests, then starved ones, then by cached prefix,
+    by arrival."""
 
-    def rank(index: int) -> tuple[int, int, int]:
+    def rank(index: int) -> tuple[int, int, int, int]:
         item = waiting[index]
         if item.retracted:
-            return 0, 0, item.arrival
+            return -item.priority, 0, 0, item.arrival
         if item.bypassed >= MAX_BYPASS:
-            return 1, 0, item.arrival
-        return 2, -item.cached_pages, item.arrival
+            return -item.priority, 1, 0, item.arrival
+        return -item.priority, 2, -item.cached_pages, item.arrival
 
     return sorted(range(len(waiting)), key=rank)
 
 
-def victim(arrivals: Sequence[int]) -> int:
-    """Index of the request to retract: the youngest, so that the oldest always gets on."""
-    return max(range(len(arrivals)), key=arrivals.__getitem__)
+class Standing(NamedTuple):
+    """What a resident request's claim to its memory depends on."""
+
+    priority: int
+    arrival: int
+
+
+def victims(residents: Sequence[Standing], below: int | None = None) -> list[int]:
+    """Indices of ``residents`` in the order in which they are retracted: of the lowest priority the youngest first, so that
+    the oldest of the highest always gets on. With ``below`` only those of a lower priority than that."""
+    chosen = [index for index, item in enumerate(residents) if below is None or item.priority < below]
+    return sorted(chosen, key=lambda index: (residents[index].priority, -residents[index].arrival))

@@ -210,7 +210,10 @@ class PrefixCache:
     def release(self, req: Req) -> list[int]:
         """Take the full pages and the states of a request that ended or was retracted; returns the pages not taken."""
         assert req.node is not None
-        if self.enabled:
+        if req.spoiled:
+            unused = req.pages[req.shared_pages :]
+            self._store_held(req)
+        elif self.enabled:
             full = min(req.computed, len(req.ids)) // self._page_size
             _, unused = self.tree.insert(as_key(req.ids[: full * self._page_size]), req.pages[:full])
             unused.extend(req.pages[full:])
@@ -223,6 +226,10 @@ class PrefixCache:
         return unused
 
     def _store_held(self, req: Req) -> None:
+        if req.spoiled:
+            self.checkpoints.blocks.free(tuple(block for _, block in req.held))
+            req.held = []
+            return
         left = []
         for position, block in req.held:
             pages, node = self.tree.match(req.key[:position])

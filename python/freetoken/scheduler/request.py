@@ -6,11 +6,14 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.radix import Node
+
+if TYPE_CHECKING:
+    from freetoken.scheduler.grammar import Constraint
 
 
 class Status(enum.Enum):
@@ -36,10 +39,14 @@ class Req:
     ``keep_private`` says that other pages with this prompt's content are in the cache and in use, so these enter it (or
     are freed) only when the request ends. ``bypassed`` counts later arrivals admitted before it.
 
+    ``spoiled`` says that a step failed for it: its pages beyond the shared ones and its states hold nothing of use to others.
+
     For models with recurrent state: ``cuts`` are the positions, rising and beyond ``computed``, where a piece must end so
     that the state there can be kept. ``held`` are ``(position, block)`` of states already copied out whose pages are not
     in the prefix cache yet. ``commons`` remembers, by the arrival of a resident request, how many leading tokens are the
     same.
+
+    ``constraint`` follows the output through the grammar it must match; it has seen exactly the output in ``ids``.
     """
 
     rid: str
@@ -50,6 +57,7 @@ class Req:
     stop_ids: frozenset[int]
     seed: int
     arrival: int = 0
+    priority: int = 0
     arrival_time: float = 0.0
     status: Status = Status.WAITING
     row: int = -1
@@ -67,9 +75,11 @@ class Req:
     cuts: list[int] = field(default_factory=list)
     held: list[tuple[int, int]] = field(default_factory=list)
     commons: dict[int, int] = field(default_factory=dict)
+    spoiled: bool = False
     node: Node | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     queue_seconds: float | None = None
+    constraint: Constraint | None = None
 
     @property
     def total_len(self) -> int:
@@ -133,6 +143,11 @@ class ScheduleBatch:
         """Slices that draw a token, in the order of :attr:`StepResult.ids`."""
         return [s for s in self.slices if s.sample]
 
+    @cached_property
+    def masked(self) -> list[int]:
+        """Places in :attr:`sampled` whose draw needs a token mask."""
+        return [place for place, s in enumerate(self.sampled) if s.req.constraint is not None]
+
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(s.length for s in self.prefills)
@@ -143,9 +158,12 @@ class StepResult:
     """What a step produced, on the host.
 
     ``ids[i]`` belongs to ``batch.sampled[i]``; ``logprobs[i]`` is ``None`` unless that request asked.
-    ``prompt_logprobs`` maps ``rid`` to the entries for positions ``start + 1 ..`` of its slice.
+    ``prompt_logprobs`` maps ``rid`` to the entries for positions ``start + 1 ..`` of its slice. ``failed`` maps the ``rid`` of a request
+    for which the step could not be computed to one sentence: what the step made for it (ids, KV, state) must not be used, while
+    all others are well.
     """
 
     ids: list[int]
     logprobs: list[TokenLogprob | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)

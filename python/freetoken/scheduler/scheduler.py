@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,14 +17,19 @@ import msgspec
 
 from freetoken.errors import RequestError
 from freetoken.messages import AddRequest, Finish, RequestOutput, SchedulerStats, TokenLogprob
-from freetoken.scheduler import invariants, policy
+from freetoken.scheduler import invariants, policy, preemption
 from freetoken.scheduler.admission import build_request, check_queue
 from freetoken.scheduler.allocator import page_allocator, row_allocator
+from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.meter import Meter
 from freetoken.scheduler.prefix import PrefixCache
+from freetoken.scheduler.queue import WaitingQueue
 from freetoken.scheduler.radix import as_key
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
 from freetoken.server_args import Config
+
+COMPILE_WAIT_SECONDS = 0.01
+"""With nothing to run but requests whose grammar is being compiled, messages are looked at this often."""
 
 
 class Runner(Protocol):
@@ -47,7 +52,14 @@ class Runner(Protocol):
         """Blocks of host memory for such state, numbered from 0; taken as 0 if missing."""
 
     def launch(self, batch: ScheduleBatch) -> Any:
-        """Start a step and return a handle for :meth:`collect`, without waiting for it."""
+        """Start a step and return a handle for :meth:`collect`, without waiting for it.
+
+        Where ``batch.masked`` is not empty nothing is drawn before :meth:`draw`.
+        """
+
+    def draw(self, handle: Any, masks: Any) -> None:
+        """Draw the ids of the step launched last: ``masks [len(batch.masked), words] int32``, a bit for each id that may be
+        drawn, belong to the places in ``batch.masked``. Does not wait, and keeps no reference to ``masks``."""
 
     def collect(self, handle: Any) -> StepResult:
         """Wait for a step and return what it produced."""
@@ -72,11 +84,13 @@ class Scheduler:
         config: Config,
         runner: Runner,
         *,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         check_invariants: bool = False,
     ) -> None:
         self.config = config
         self.runner = runner
+        self.grammars = grammars
         self.pages = page_allocator(runner.num_pages)
         self.rows = row_allocator(runner.max_rows)
         self.prefix = PrefixCache(
@@ -86,7 +100,7 @@ class Scheduler:
             state_blocks=getattr(runner, "state_blocks", 0),
         )
         self.tree = self.prefix.tree
-        self.waiting: OrderedDict[str, Req] = OrderedDict()
+        self.waiting = WaitingQueue(config.schedule_policy == "lpm", self.prefix.usable_pages)
         self.resident: dict[int, Req] = {}
         """Requests that hold a row and pages, by arrival, in order of admission; ended ones until they are drained."""
         self.decoding: list[Req] = []
@@ -96,7 +110,6 @@ class Scheduler:
         self.flights: deque[Flight] = deque()
         self.live: dict[str, Req] = {}
         """Requests whose terminal message is still to come."""
-        self.queued_tokens = 0
         self._clock = clock
         self._check_invariants = check_invariants
         self._page_size = config.page_size
@@ -122,17 +135,20 @@ class Scheduler:
         try:
             if message.rid in self.live:
                 raise RequestError(f"a request with id {message.rid!r} is already running", param="rid")
-            check_queue(len(message.ids), len(self.live), self.queued_tokens, self.config)
+            check_queue(len(message.ids), len(self.live), self.waiting.tokens, self.config)
             pool_tokens = self.pages.total * self._page_size
             req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
+            if req.sampling.grammar is not None:
+                if self.grammars is None:
+                    raise RequestError("structured output is not served here", param=req.sampling.grammar.param)
+                self.grammars.attach(req)
         except RequestError as error:
             finish = Finish("error", None, error.message, error.status, error.code, error.param)
             self._outputs.append(RequestOutput(message.rid, [], len(message.ids), 0, 0, finish))
             return
         self._arrivals += 1
         self.live[req.rid] = req
-        self.waiting[req.rid] = req
-        self.queued_tokens += len(req.ids)
+        self.waiting.add(req)
 
     def abort(self, rid: str | None) -> None:
         """End one request, or all with ``None``; nothing for an id that is not live."""
@@ -148,6 +164,10 @@ class Scheduler:
             self.flights.append(Flight(batch, self.runner.launch(batch)))
             self.prefix.checkpoints.launched()
             self._stats.steps += 1
+            if batch.masked:
+                self._draw_masked()
+        elif not self.flights and self.grammars is not None:
+            self.grammars.wait(self.waiting.window(), COMPILE_WAIT_SECONDS)
         due = len(self.flights) - (1 if batch is not None and self.config.overlap else 0)
         for _ in range(due):
             self._drain_oldest()
@@ -172,6 +192,13 @@ class Scheduler:
         self.pages.free(self.tree.clear())
         return True
 
+    def force_retraction(self) -> None:
+        """Put one of several resident requests back in the queue although there is room for it: a fault for tests."""
+        while self.flights:
+            self._drain_oldest()
+        if len(self.resident) > 1:
+            self._retract_youngest()
+
     def stats(self) -> SchedulerStats:
         """A fresh snapshot. ``used_tokens`` counts pages held by requests, ``cached_pool_tokens`` those that the
         tree alone holds."""
@@ -195,6 +222,8 @@ class Scheduler:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> ScheduleBatch | None:
+        if self.config.priority_scheduling:
+            self._preempt()
         retractions = self._stats.retractions
         batch = ScheduleBatch(self._stats.steps, self._plan_decodes(), [])
         # What a retraction freed is for the streams: admitting in the same step would take it away again.
@@ -246,14 +275,18 @@ class Scheduler:
         return True
 
     def _retract_youngest(self) -> None:
-        """Put the youngest resident request back in the queue. Only with no step in flight."""
+        """Take back the memory of the youngest resident request of the lowest priority. Only with no step in flight."""
         residents = list(self.resident.values())
-        req = residents[policy.victim([r.arrival for r in residents])]
+        req = residents[policy.victims([policy.Standing(r.priority, r.arrival) for r in residents])[0]]
         if len(residents) == 1:
             self._end(req, self._out_of_memory(req))
             self._forget_ended()
             return
         self._ratio.retracted()
+        self._retract(req)
+
+    def _retract(self, req: Req) -> None:
+        """Put a resident request back in the queue. Only with no step in flight."""
         self._stats.retractions += 1
         self._release(req)
         self.decoding = [r for r in self.decoding if r is not req]
@@ -264,9 +297,7 @@ class Scheduler:
         req.key = as_key(req.ids)
         if req.num_output == 0:
             req.prompt_logprobs = None
-        self.waiting[req.rid] = req
-        self.waiting.move_to_end(req.rid, last=False)
-        self.queued_tokens += len(req.ids)
+        self.waiting.add(req, first=True)
 
     def _out_of_memory(self, req: Req) -> Finish:
         message = (
@@ -287,7 +318,9 @@ class Scheduler:
         expected = sum(
             self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
         )
-        for req in self._queue_order():
+        for req in self.waiting.order():
+            if req.constraint is not None and not self._compiled(req):
+                continue
             if self.prefix.waits(req):
                 continue
             if self.resident:
@@ -297,27 +330,44 @@ class Scheduler:
                     # Nobody will ever give memory back.
                     self._end(req, self._out_of_memory(req))
                 break
-            self.prefix.plan_junctions(req, self._window())
+            self.prefix.plan_junctions(req, self.waiting.window())
             budget -= self._add_piece(req, budget, batch)
             if budget <= 0 or not self.rows.free_count:
                 break
-        if config.schedule_policy == "lpm" and batch.new_rows:
-            self._count_bypassed(batch.new_rows)
+        if batch.new_rows:
+            self.waiting.count_bypassed(batch.new_rows)
 
-    def _window(self) -> Iterable[Req]:
-        """The waiting requests a step looks at."""
-        return itertools.islice(self.waiting.values(), policy.QUEUE_WINDOW)
+    def _compiled(self, req: Req) -> bool:
+        """Whether the grammar of a waiting request is there; one that cannot be had ends the request."""
+        assert self.grammars is not None and req.constraint is not None
+        if self.grammars.ready(req):
+            return True
+        if req.constraint.failed is not None:
+            self._end(req, req.constraint.failed)
+        return False
 
-    def _queue_order(self) -> list[Req]:
-        window = list(self._window())
-        if self.config.schedule_policy == "fcfs" or len(window) < 2:
-            return window
-        facts = [policy.Waiting(r.arrival, r.retractions > 0, self.prefix.usable_pages(r), r.bypassed) for r in window]
-        return [window[i] for i in policy.longest_prefix_order(facts)]
+    def _preempt(self) -> None:
+        """Retract requests of lower priority where that lets the next one in the queue run, and no more than it takes."""
+        chosen = preemption.victims(self)
+        if chosen and self.flights:
+            # A retraction needs the sampled ids on the host; what ends with them may have made room.
+            while self.flights:
+                self._drain_oldest()
+            chosen = preemption.victims(self)
+        for req in chosen:
+            self._retract(req)
 
-    def _count_bypassed(self, admitted: list[Req]) -> None:
-        for req in self._window():
-            req.bypassed += sum(other.arrival > req.arrival for other in admitted)
+    def expected_growth(self, residents: Iterable[Req], req: Req) -> int:
+        """Pages that the output of ``residents`` is expected to take, and that of ``req`` if it is admitted beside them.
+
+        As the next step will see it when it comes to admissions, with one more token of each stream.
+        """
+        running = [r for r in residents if r.status is Status.RUNNING]
+        draws = [r.computed == r.total_len - 1 and r.num_output < r.max_new_tokens for r in running]
+        expected = sum(self._expected_pages(r, len(r.pages), int(more)) for r, more in zip(running, draws))
+        own = self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
+        # Alone a request always fits: its limit was cut to the pool.
+        return expected + own if running else 0
 
     def _admit(self, req: Req, expected: int, batch: ScheduleBatch) -> bool:
         """Give the request its row, its cached prefix and pages for all it has to compute; ``False`` if memory is short.
@@ -330,8 +380,7 @@ class Scheduler:
         if needed + expected > self.pages.free_count + self.tree.evictable_pages or not self._reserve(needed):
             self.tree.unlock(match.node)
             return False
-        del self.waiting[req.rid]
-        self.queued_tokens -= len(req.ids)
+        self.waiting.remove(req)
         self.resident[req.arrival] = req
         req.status = Status.RUNNING
         req.row = self.rows.allocate(1)[0]
@@ -350,8 +399,9 @@ class Scheduler:
         self._stats.prompt_tokens += req.prompt_len
         self._stats.cached_tokens += req.cached_tokens
 
-    def _expected_pages(self, req: Req, held: int) -> int:
-        total = req.total_len
+    def _expected_pages(self, req: Req, held: int, more: int = 0) -> int:
+        """Pages beyond ``held`` that a request is expected to take, once ``more`` tokens of it have been scheduled."""
+        total = req.total_len + more
         left = req.max_new_tokens - (total - req.prompt_len)
         return policy.expected_pages(total, left, held, self._ratio.value, self._page_size)
 
@@ -372,12 +422,27 @@ class Scheduler:
                 self.decoding.append(req)
         return length
 
+    def _draw_masked(self) -> None:
+        """Draw the step just launched, some of whose rows follow a grammar: their masks need all tokens before it."""
+        assert self.grammars is not None
+        while len(self.flights) > 1:
+            self._drain_oldest()
+        batch, handle = self.flights[0]
+        pieces = [batch.sampled[place] for place in batch.masked]
+        masks, ended = self.grammars.fill([s.req for s in pieces], [s.out_index for s in pieces])
+        for req, finish in ended:
+            self._end(req, finish)
+        self._forget_ended()
+        self.runner.draw(handle, masks)
+
     # --- draining ----------------------------------------------------------------------------------------------------
 
     def _drain_oldest(self) -> None:
         """Wait for the oldest launched step and apply it: append ids, find ends, share prefixes, free what ended."""
         batch, handle = self.flights.popleft()
         result = self.runner.collect(handle)
+        if result.failed:
+            self._fail(batch, result.failed)
         generated = self._stats.generation_tokens
         if len(result.ids) != len(batch.sampled):
             raise invariants.InvariantError(f"step {batch.step} gave {len(result.ids)} ids for {len(batch.sampled)}")
@@ -403,6 +468,16 @@ class Scheduler:
             self._meter.count(self._stats.generation_tokens - generated)
         self._forget_ended()
 
+    def _fail(self, batch: ScheduleBatch, failed: dict[str, str]) -> None:
+        """End the requests of a drained step for which it could not be computed; nothing of theirs is kept for others."""
+        for piece in batch.slices:
+            req = piece.req
+            if req.rid not in failed:
+                continue
+            req.spoiled = True
+            if req.status is Status.RUNNING:
+                self._end(req, Finish("error", None, failed[req.rid], 500, "step_failed", None))
+
     def _extend_prompt_logprobs(self, req: Req, result: StepResult) -> None:
         if req.prompt_logprobs is None:
             # Nothing precedes the first token, so it has no probability.
@@ -418,10 +493,10 @@ class Scheduler:
         req.pending -= 1
         req.ids.append(token)
         count = len(req.ids) - req.prompt_len
-        finish = None
-        if token in req.stop_ids and count > req.sampling.min_new_tokens:
+        finish = self.grammars.finish(req, token) if req.constraint is not None and self.grammars is not None else None
+        if req.constraint is None and token in req.stop_ids and count > req.sampling.min_new_tokens:
             finish = Finish("stop", token)
-        elif count >= req.max_new_tokens:
+        elif finish is None and count >= req.max_new_tokens:
             finish = Finish("length")
         output = RequestOutput(req.rid, [token], req.prompt_len, count, req.cached_tokens, finish)
         if logprob is not None:
@@ -451,8 +526,7 @@ class Scheduler:
         req.status = Status.FINISHED
         del self.live[req.rid]
         if waited:
-            del self.waiting[req.rid]
-            self.queued_tokens -= len(req.ids)
+            self.waiting.remove(req)
         elif req.pending == 0:
             self._release(req)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from freetoken.errors import RequestError
@@ -101,7 +102,8 @@ class Generation:
 class Choice:
     """The state of one sequence between two events.
 
-    Fields in the first group belong to the event loop, those in the second to the receiving thread.
+    ``shown`` are special ids whose text is shown, ``thinking`` says that the prompt has opened a block of thoughts. Fields
+    in the first group belong to the event loop, those in the second to the receiving thread.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Choice:
         *,
         interval: int,
         arrival: float,
+        shown: Collection[int] = (),
+        thinking: bool = False,
     ) -> None:
         self.generation = generation
         self.index = index
@@ -132,7 +136,8 @@ class Choice:
         self._prompt_only = generation.spec.prompt_only
         self._keep_stop = sampling.no_stop_trim
         self._wants_logprobs = sampling.logprobs is not None
-        self._output = OutputText(tokenizer, sampling)
+        self._output = OutputText(tokenizer, sampling, shown)
+        self._thinking = thinking
         self._prompt_ids: list[int] | None = ids
         self._prompt_logprobs: list[TokenLogprob] | None = None
         self._parts: list[str] = []
@@ -192,6 +197,7 @@ class Choice:
             cached_tokens=output.cached_tokens,
             prompt_ids=self._prompt_ids,
             prompt_logprobs=self._prompt_logprobs,
+            thinking=self._thinking,
         )
         self._parts, self._ids, self._logprobs = [], [], []
         self._prompt_ids = self._prompt_logprobs = None

@@ -23,7 +23,8 @@ class Tokenizer(Protocol):
     ``size`` is the number of ids it knows; ``special_ids`` are those that ``decode(..., skip_special_tokens=True)``
     leaves out; ``token_text`` is one token as text and ``token_bytes`` as the bytes it contributes. A tokenizer whose
     ``decode`` is exactly the UTF-8 text of the joined bytes (with replacement characters for invalid ones) may say so
-    with a true attribute ``byte_level``; it is then decoded without calling ``decode``.
+    with a true attribute ``byte_level``; it is then decoded without calling ``decode``. One with chat templates for
+    special purposes has them in ``named_templates``.
     """
 
     @property
@@ -113,16 +114,19 @@ class OutputText:
     ``push`` takes new ids and returns the text that is certain by now; ``flush`` gives the rest at the end. All pieces
     together equal ``tokenizer.decode`` of all ids, cut at the first stop string. The stop string that completes first
     ends the text (of those that complete together, the longest), so the cut does not depend on token borders; text of
-    the first ``min_new_tokens`` tokens is not searched.
+    the first ``min_new_tokens`` tokens is not searched. ``shown`` are special ids whose text is part of the output even
+    where special tokens are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, shown: Collection[int] = ()) -> None:
         self._decoder: _ByteDecoder | _WindowDecoder
+        special = frozenset(tokenizer.special_ids).difference(shown)
+        self._special = special if sampling.skip_special_tokens else frozenset()
         if getattr(tokenizer, "byte_level", False):
             self._decoder = _ByteDecoder(tokenizer)
         else:
-            self._decoder = _WindowDecoder(tokenizer, sampling.skip_special_tokens)
-        self._special = frozenset(tokenizer.special_ids) if sampling.skip_special_tokens else frozenset()
+            # What must not be seen is left out before it comes to the decoder.
+            self._decoder = _WindowDecoder(tokenizer, skip_special_tokens=False)
         self._stops = sampling.stop
         self._keep_stop = sampling.no_stop_trim
         self._unsearched = sampling.min_new_tokens - 1

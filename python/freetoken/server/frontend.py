@@ -1,6 +1,6 @@
 """Between HTTP and the scheduler: admission, template, tokeniser, detokeniser, aborts, and the scheduler's fate.
 
-Everything here runs on the event loop except :meth:`Frontend._prepare` (thread pool) and ``receiver`` (one thread
+Everything here runs on the event loop except :meth:`Prompts.prepare` (thread pool) and ``receiver`` (one thread
 that blocks on the scheduler's socket and hands each step's events over in one piece). Torch-free.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from freetoken import messages
+from freetoken import crash_dump, messages
 from freetoken.errors import RequestError
 from freetoken.messages import AbortRequest, AddRequest, Channel, ControlReply, SchedulerStats, ToScheduler
 from freetoken.sampling_params import SamplingParams
@@ -26,8 +26,8 @@ from freetoken.server.choice import Choice, Generation
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.metrics import Metrics
+from freetoken.server.prompts import Prepared, Prompts
 from freetoken.server.receiver import Receiver
-from freetoken.server.template import ChatTemplate
 from freetoken.server_args import Config
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Frontend:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.template = ChatTemplate.load(config.chat_template, tokenizer)
+        self.prompts = Prompts(config, tokenizer)
         self.metrics = Metrics()
         self.status = Status()
         self.info: dict[str, Any] = {}
@@ -145,11 +145,34 @@ class Frontend:
         """The scheduler has exited or failed: every open request gets one error. Must run on the event loop."""
         if self.status.state == "failed":
             return
+        if self.scheduler_ready:
+            crash_dump.write(
+                self.config, "server", reason, self._open_requests(), stats=msgspec.to_builtins(self.stats)
+            )
         self.status = Status("failed", "failed", reason=reason)
         self.fail_all(reason)
         self._changed.set()
         if self.on_fatal is not None:
             self.on_fatal(reason)
+
+    def _open_requests(self) -> list[dict[str, Any]]:
+        """For a crash dump; the prompts only where the log shows them too."""
+        return [
+            {
+                "rid": generation.spec.rid,
+                "streamed": generation.spec.stream,
+                "outputs": generation.spec.num_choices,
+                "created": generation.created,
+                "prompt_tokens": [choice.num_prompt_tokens for choice in generation.choices],
+                "sampling": [crash_dump.numbers_of(prompt.sampling) for prompt in generation.spec.prompts],
+                **(
+                    {"prompts": [repr(p) for p in generation.spec.prompts]}
+                    if self.config.log_requests == "text"
+                    else {}
+                ),
+            }
+            for generation in self._generations.values()
+        ]
 
     def fail_all(self, reason: str) -> None:
         """End every open request and control call with one error."""
@@ -223,74 +246,50 @@ class Frontend:
         """Prepare an admitted request on a thread and send its sequences; see :meth:`Generation.start`."""
         arrival = time.monotonic()
         spec = generation.spec
-        prompts = await self._loop.run_in_executor(self._pool, self._prepare, spec)
+        prompts = await self._loop.run_in_executor(self._pool, self.prompts.prepare, spec)
         generation.check_client()
         if generation.failure is not None:
             return
         if generation.aborted:
             generation.end_all("abort", None)
             return
-        tokens = sum(len(ids) * prompt.sampling.n for ids, prompt in zip(prompts, spec.prompts))
+        tokens = sum(len(prepared.ids) * prepared.sampling.n for prepared in prompts)
         self._check_queue_tokens(tokens, generation.reserved_tokens)
         self._waiting_tokens += tokens - generation.reserved_tokens
         generation.reserved_tokens = 0
         try:
-            for ids, prompt in zip(prompts, spec.prompts):
-                self._send_prompt(generation, ids, prompt, arrival)
+            for prompt, prepared in zip(spec.prompts, prompts):
+                self._send_prompt(generation, prompt, prepared, arrival)
         except BaseException:
             unsent = tokens - sum(choice.num_prompt_tokens for choice in generation.choices)
             self._waiting_tokens -= unsent
             raise
 
-    def _send_prompt(self, generation: Generation, ids: list[int], prompt: Prompt, arrival: float) -> None:
-        spec, sampling = generation.spec, prompt.sampling
+    def _send_prompt(self, generation: Generation, prompt: Prompt, prepared: Prepared, arrival: float) -> None:
+        spec, ids, sampling = generation.spec, prepared.ids, prepared.sampling
+        shown = self.prompts.shown_ids(prompt)
         for number in range(sampling.n):
             one = sampling if sampling.n == 1 else _nth(sampling, number)
             index = len(generation.choices)
             rid = spec.rid if spec.num_choices == 1 else f"{spec.rid}-{index}"
             interval = self.config.stream_interval if spec.stream else 0
-            choice = Choice(generation, index, rid, ids, one, self.tokenizer, interval=interval, arrival=arrival)
+            choice = Choice(
+                generation,
+                index,
+                rid,
+                ids,
+                one,
+                self.tokenizer,
+                interval=interval,
+                arrival=arrival,
+                shown=shown,
+                thinking=prepared.thinking,
+            )
             generation.choices.append(choice)
             self.live[rid] = choice
-            if not self._try_send(AddRequest(rid, ids, one)):
+            if not self._try_send(AddRequest(rid, ids, one, spec.priority)):
                 raise RequestError("the scheduler is gone", status=503, code="scheduler_gone")
             self.metrics.requests.inc()
-
-    def _prepare(self, spec: GenSpec) -> list[list[int]]:
-        return [self.prompt_ids(prompt) for prompt in spec.prompts]
-
-    def prompt_ids(self, prompt: Prompt, *, check_length: bool = True) -> list[int]:
-        """Render and tokenise one prompt (slow: not for the event loop). :class:`RequestError` 400 for a bad one."""
-        if prompt.ids is not None:
-            ids = prompt.ids
-        elif prompt.chat is not None:
-            if self.template is None:
-                raise RequestError(
-                    "the model has no chat template: use /v1/completions, or start the server with --chat-template",
-                    param="messages",
-                    code="no_chat_template",
-                )
-            ids = self.tokenizer.encode(self.template.render(prompt.chat), add_special_tokens=False)
-        else:
-            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
-        if not check_length:
-            return ids
-        if not ids:
-            raise RequestError("the prompt is empty", param=prompt.param)
-        if len(ids) >= self.config.context_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.config.context_length} with at least "
-                "one for the output (--context-length)",
-                param=prompt.param,
-                code="context_length_exceeded",
-            )
-        vocab = self.config.model.vocab_size
-        if prompt.ids is not None and not 0 <= min(ids) <= max(ids) < vocab:
-            raise RequestError(
-                f"token ids must lie between 0 and {vocab - 1}, the model's vocabulary", param=prompt.param
-            )
-        prompt.sampling.check_vocabulary(vocab)
-        return ids
 
     # --- events from the receiving thread -----------------------------------------------------------------------------
 

@@ -19,7 +19,17 @@ from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import GenEvent, GenSpec, Prompt, new_rid
 from freetoken.server.openai_response import DONE, finite, sse
-from freetoken.server.wire import SamplingReader, boolean, integer, mapping, refuse_unserved, token_ids, warn_unknown
+from freetoken.server.wire import (
+    SamplingReader,
+    boolean,
+    error_object,
+    integer,
+    mapping,
+    read_priority,
+    refuse_unserved,
+    token_ids,
+    warn_unknown,
+)
 from freetoken.server_args import Config
 
 DEFAULT_NEW_TOKENS = 128
@@ -32,13 +42,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "session_params": (),
     "return_hidden_states": (False,),
     "token_ids_logprob": (),
-    "priority": (0,),
     "custom_logit_processor": (),
 }
 _UNSERVED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
     "stop_regex": (),
     "custom_params": (),
@@ -55,6 +61,7 @@ _KNOWN = {
     "top_logprobs_num",
     "logprob_start_len",
     "return_text_in_logprobs",
+    "priority",
 }
 
 
@@ -82,7 +89,7 @@ def read_generate(body: Mapping[str, Any], config: Config) -> GenerateRequest:
         rid = new_rid("gen")
     if not isinstance(rid, str) or not 0 < len(rid) <= 200:
         raise RequestError("rid must be a string of 1 to 200 characters", param="rid")
-    spec = GenSpec(rid, prompts, boolean(body, "stream", False))
+    spec = GenSpec(rid, prompts, boolean(body, "stream", False), priority=read_priority(body, config))
     return GenerateRequest(
         spec,
         single and sampling[0].n == 1,
@@ -127,8 +134,11 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
     fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
-    fields["sampling_seed"] = "seed"
-    warn_unknown(given, {*fields, *_UNSERVED_SAMPLING})
+    del fields["grammar"]
+    fields |= {"sampling_seed": "seed", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
+    for name in given:
+        if name not in fields and name not in _UNSERVED_SAMPLING:
+            raise RequestError(f"unknown sampling parameter {name[:100]!r}", param=name[:100], code="unknown_parameter")
     reader = SamplingReader(config.model.sampling_defaults)
     reader.set("max_new_tokens", DEFAULT_NEW_TOKENS, "max_new_tokens")
     reader.read(given, fields)
@@ -166,6 +176,10 @@ class GenerateWriter:
 
     def end(self) -> bytes:
         return DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that cannot go on."""
+        return sse(error_object(error))
 
     def whole(self, events: list[GenEvent]) -> bytes:
         """The answer from each choice's one event."""

@@ -9,16 +9,44 @@ from typing import Any
 from freetoken.errors import RequestError
 from freetoken.messages import TokenLogprob
 from freetoken.sampling_params import SamplingParams
+from freetoken.server.parsers.base import Tool
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """``mode`` is ``auto``, ``none`` or ``required``; with ``name`` it must be that one function. Without ``parallel`` there
+    is one call at most."""
+
+    mode: str = "auto"
+    name: str | None = None
+    parallel: bool = True
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages still to be rendered through the chat template; ``options`` are extra template variables."""
+    """Messages still to be rendered through the chat template.
+
+    A message's content is a string or a list of text parts; ``options`` are extra template variables; ``tools`` are shown
+    to the model. ``effort`` (``none`` to ``xhigh``) and ``thinking`` ask for more or less reasoning, ``None`` for what the
+    template does on its own; ``effort_param`` is the former's field in the client's request.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    tools: list[Tool] = field(default_factory=list)
+    effort: str | None = None
+    effort_param: str = "reasoning_effort"
+    thinking: bool | None = None
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the output goes on with, if it does."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def num_bytes(self) -> int:
         """UTF-8 bytes of all message texts, a lower bound of what rendering gives."""
@@ -35,13 +63,17 @@ def _content_bytes(content: Any) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: exactly one of ``text``, ``ids`` and ``chat``; ``param`` is its field in the client's request."""
+    """One prompt: exactly one of ``text``, ``ids`` and ``chat``; ``param`` is its field in the client's request.
+
+    ``tool_choice`` says whether a chat must, may or must not call its tools.
+    """
 
     sampling: SamplingParams
     text: str | None = None
     ids: list[int] | None = None
     chat: ChatPrompt | None = None
     param: str = "prompt"
+    tool_choice: ToolChoice = ToolChoice()
 
     def num_bytes(self) -> int:
         """Bytes of text to tokenise (0 for token ids)."""
@@ -55,13 +87,14 @@ class GenSpec:
     """One client request: each prompt gives ``sampling.n`` choices; choice indices count through all of them.
 
     ``prompt_only`` asks for the prompt's side alone (``max_tokens`` 0): one token is drawn and not shown. Without
-    ``stream`` a choice comes as one event when it ends.
+    ``stream`` a choice comes as one event when it ends. Of waiting requests the one with the highest ``priority`` is next.
     """
 
     rid: str
     prompts: list[Prompt]
     stream: bool = False
     prompt_only: bool = False
+    priority: int = 0
 
     @property
     def num_choices(self) -> int:
@@ -73,8 +106,8 @@ class GenEvent:
     """What is new for one choice since its last event.
 
     ``finish`` is ``stop``, ``length``, ``abort`` or ``error`` in the choice's last event, ``matched`` the stop string or
-    token id, ``error`` what went wrong. The token counts are totals so far. ``prompt_ids`` and ``prompt_logprobs`` come
-    with the choice's first event. A matched stop token is in ``ids`` and ``logprobs``; its text is not in ``text``.
+    token id, ``error`` what went wrong. The token counts are totals so far. ``prompt_ids``, ``prompt_logprobs`` and
+    ``thinking`` (the prompt has opened a block of thoughts) come with the choice's first event. A matched stop token is in ``ids`` and ``logprobs``; its text is not in ``text``.
     """
 
     index: int
@@ -89,6 +122,7 @@ class GenEvent:
     cached_tokens: int = 0
     prompt_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    thinking: bool = False
 
     def merge(self, later: GenEvent) -> None:
         """Append the next event of the same choice."""

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import freetoken
-from freetoken import messages
+from freetoken import environ, messages
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
-from freetoken.server import metrics, wire
+from freetoken.server import metrics, openapi, page, wire
+from freetoken.server.anthropic import read_messages_request
+from freetoken.server.anthropic_response import MessagesWriter
+from freetoken.server.chat import read_chat_prompt, read_tools
 from freetoken.server.frontend import Frontend
 from freetoken.server.generate import GenerateWriter, read_generate
 from freetoken.server.generation import Prompt
-from freetoken.server.openai import WireRequest, read_chat, read_chat_prompt, read_completion
+from freetoken.server.live import live_view
+from freetoken.server.openai import WireRequest, read_chat, read_completion
 from freetoken.server.openai_response import OpenAIWriter
+from freetoken.server.openai_responses import read_responses
+from freetoken.server.openai_responses_writer import ResponsesWriter
+from freetoken.server.request_log import RequestLog
 from freetoken.server.responses import JSON, GenerationResponse, error_response
 
 log = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
+LARGE_BODY = 2**20
+"""Bytes from which a body is parsed on a thread."""
+_OPEN_PATHS = ("/health", "/")
+_PAGE, _PAGE_HEADERS = page.load()
+
 
 class Guard:
-    """Checks the key on every path but ``/health``, before any route is looked up."""
+    """Checks the key before any route is looked up, on every path but ``/health`` and the page, which holds no secret and is
+    where a person types the key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._allowed(scope["headers"]):
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._allowed(scope["headers"]):
             error = RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -55,8 +71,43 @@ class Guard:
         return hmac.compare_digest(given, self._key)
 
 
-async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object; 413 as soon as it is known to be over ``limit`` bytes."""
+class Origins:
+    """Refuses what the pages of foreign sites send: a browser asks first only before some kinds of requests, and others it
+    sends at once and merely hides the answer. ``allowed`` are the origins that may."""
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...]) -> None:
+        self._app, self._allowed = app, {origin.encode() for origin in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            headers = dict(scope["headers"])
+            foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"*" not in self._allowed
+            if foreign and headers.get(b"origin") not in self._allowed:
+                error = RequestError(
+                    "pages of this origin may not call the server (--cors-allow-origins)", status=403, code="origin"
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class SlowClient:
+    """Every piece of an answer waits before it is sent: a fault for tests."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        log.warning("FREETOKEN_FAULT_SLOW_CLIENT=%g: this server is slow on purpose", seconds)
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def slowly(message: Message) -> None:
+            await asyncio.sleep(self._seconds)
+            await send(message)
+
+        await self._app(scope, receive, slowly)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; 413 as soon as it is known to be over ``limit`` bytes."""
     error = RequestError(
         f"the body is larger than {limit} bytes (--max-request-bytes)", status=413, code="request_too_large"
     )
@@ -68,7 +119,7 @@ async def read_body(request: Request, limit: int) -> dict[str, Any]:
         data += part
         if len(data) > limit:
             raise error
-    return wire.parse_object(bytes(data))
+    return bytes(data)
 
 
 class Server:
@@ -78,9 +129,15 @@ class Server:
         self.frontend = frontend
         self.config = frontend.config
         self.started = int(time.time())
+        # One at a time: the objects of a large body take many times its size.
+        self._large_bodies = ThreadPoolExecutor(1, thread_name_prefix="freetoken-body")
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_body(request, self.config.max_request_bytes)
+        data = await read_body(request, self.config.max_request_bytes)
+        if len(data) < LARGE_BODY:
+            return wire.parse_object(data)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._large_bodies, wire.parse_large_object, data)
 
     async def _optional_body(self, request: Request) -> dict[str, Any]:
         """For calls that need none: an empty body is an empty object."""
@@ -101,7 +158,13 @@ class Server:
         return self._openai(read_completion(await self._body(request), self.config))
 
     def _openai(self, wired: WireRequest) -> Response:
-        writer = OpenAIWriter(wired, self.frontend.tokenizer, self.config.served_model_name, int(time.time()))
+        writer = OpenAIWriter(
+            wired,
+            self.frontend.tokenizer,
+            self.config.served_model_name,
+            int(time.time()),
+            self.frontend.prompts.dialects,
+        )
         return GenerationResponse(self.frontend, wired.spec, writer)
 
     async def generate(self, request: Request) -> Response:
@@ -109,6 +172,26 @@ class Server:
         self.frontend.check_serving()
         read = read_generate(await self._body(request), self.config)
         return GenerationResponse(self.frontend, read.spec, GenerateWriter(read, self.frontend.tokenizer))
+
+    async def anthropic_messages(self, request: Request) -> Response:
+        """Anthropic's messages, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_messages_request(await self._body(request), self.config)
+        writer = MessagesWriter(read, self.config.served_model_name, self.frontend.prompts.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Prompt tokens of a body of ``/v1/messages``."""
+        prompt = read_messages_request(await self._body(request), self.config, counting=True).spec.prompts[0]
+        ids, _ = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False))
+        return JSON({"input_tokens": len(ids)})
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses without a store, whole or streamed."""
+        self.frontend.check_serving()
+        read = read_responses(await self._body(request), self.config)
+        writer = ResponsesWriter(read, self.config.served_model_name, int(time.time()), self.frontend.prompts.dialects)
+        return GenerationResponse(self.frontend, read.spec, writer)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -121,8 +204,8 @@ class Server:
         if body.get("prompt") is None and body.get("messages") is None:
             raise RequestError("give prompt or messages", param="prompt")
         if body.get("prompt") is None:
-            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body), param="messages")
-            ids = await self.frontend.in_thread(lambda: self.frontend.prompt_ids(prompt, check_length=False))
+            prompt = Prompt(SamplingParams(), chat=read_chat_prompt(body, read_tools(body)), param="messages")
+            ids = await self.frontend.in_thread(lambda: self.frontend.prompts.ids(prompt, check_length=False)[0])
             return JSON({"tokens": ids, "count": len(ids), "max_model_len": limit})
         texts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         if not all(isinstance(text, str) for text in texts):
@@ -195,11 +278,21 @@ class Server:
                 "version": freetoken.__version__,
                 "status": self.frontend.status.state,
                 "args": self.config.public(),
+                "reasoning_parser": self.frontend.prompts.dialects.reasoning,
+                "tool_call_parser": self.frontend.prompts.dialects.tool_calls,
                 **self.frontend.info,
                 "live": live,
                 "stats": msgspec.to_builtins(self.frontend.stats),
             }
         )
+
+    async def page(self, request: Request) -> Response:
+        """The page: chat, and a live view of the server."""
+        return Response(_PAGE, headers=_PAGE_HEADERS)
+
+    async def live(self, request: Request) -> Response:
+        """The numbers of the page's live view."""
+        return JSON(live_view(self.frontend))
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
@@ -238,24 +331,39 @@ class Server:
 
 
 def build_app(frontend: Frontend) -> ASGIApp:
-    """The application, behind the key if there is one."""
+    """The application behind the key if there is one, the allow-list of origins and the log of requests."""
+    config = frontend.config
     app = FastAPI(title="freetoken", version=freetoken.__version__, docs_url=None, redoc_url=None)
     server = Server(frontend)
     for path, method, handler in _routes(server):
-        app.add_api_route(path, handler, methods=method.split(), response_class=JSON, openapi_extra=_extra(method))
-    if frontend.config.enable_metrics:
+        extra = openapi.operation(path.replace(":path", ""), method)
+        app.add_api_route(path, handler, methods=method.split(), response_class=JSON, openapi_extra=extra)
+    app.add_api_route("/", server.page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
+    if config.enable_metrics:
         app.add_api_route("/metrics", server.metrics, methods=["GET"])
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_crash)
-    return Guard(app, frontend.config.api_key) if frontend.config.api_key else app
+    wrapped: ASGIApp = Guard(app, config.api_key) if config.api_key else app
+    wrapped = Origins(wrapped, config.cors_allow_origins)
+    if config.cors_allow_origins:
+        wrapped = CORSMiddleware(
+            wrapped, config.cors_allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",), max_age=3600
+        )
+    if delay := float(environ.get("FREETOKEN_FAULT_SLOW_CLIENT")):
+        wrapped = SlowClient(wrapped, delay)
+    return wrapped if config.log_requests == "off" else RequestLog(wrapped)
 
 
 def _routes(server: Server) -> list[tuple[str, str, Handler]]:
     return [
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
+        ("/v1/messages", "POST", server.anthropic_messages),
+        ("/v1/messages/count_tokens", "POST", server.count_tokens),
+        ("/v1/responses", "POST", server.responses),
         ("/v1/models", "GET", server.models),
         ("/v1/models/{name:path}", "GET", server.model),
         ("/generate", "POST", server.generate),
@@ -264,6 +372,7 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
         ("/health", "GET", server.health),
         ("/health_generate", "GET", server.health_generate),
         ("/get_server_info", "GET", server.server_info),
+        ("/live", "GET", server.live),
         ("/abort_request", "POST", server.abort_request),
         ("/flush_cache", "POST", server.flush_cache),
         ("/start_profile", "POST", server.start_profile),
@@ -271,16 +380,9 @@ def _routes(server: Server) -> list[tuple[str, str, Handler]]:
     ]
 
 
-def _extra(method: str) -> dict[str, Any] | None:
-    """Bodies are read by hand, so the OpenAPI document is told that there is one."""
-    if method != "POST":
-        return None
-    return {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}
-
-
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -291,7 +393,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     response = error_response(
-        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code)
+        RequestError(messages_by_status.get(error.status_code, str(error.detail)), status=error.status_code, code=code),
+        request.url.path,
     )
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
@@ -305,4 +408,5 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_crash(request: Request, error: Exception) -> Response:
     """The process edge: the trace goes to the log, one sentence to the client."""
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(RequestError("internal error; the log has details", status=500, code="internal_error"))
+    internal = RequestError("internal error; the log has details", status=500, code="internal_error")
+    return error_response(internal, request.url.path)

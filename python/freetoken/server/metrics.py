@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -34,13 +41,32 @@ class _SchedulerCollector(Collector):
             ("num_queue_reqs", "Requests waiting in the scheduler.", stats.queued),
             ("num_used_tokens", "KV cache tokens held by running requests.", stats.used_tokens),
             ("token_usage", "Share of the KV cache held by running requests.", _share(stats)),
+            ("max_total_num_tokens", "KV cache tokens there are.", stats.total_tokens),
+            ("num_cached_tokens", "KV cache tokens that the prefix cache alone holds.", stats.cached_pool_tokens),
             ("gen_throughput", "Output tokens a second, as the scheduler measured last.", stats.gen_throughput),
+            ("decode_step_seconds", "Mean of the last steps without prompt tokens.", stats.decode_step_ms / 1000),
+            ("prefill_step_seconds", "Mean of the last steps with prompt tokens.", stats.prefill_step_ms / 1000),
             ("state_slots_used", "Rows of per-request state in use.", stats.rows_used),
+            ("state_slots", "Rows of per-request state there are.", stats.rows_total),
+            (
+                "state_checkpoint_bytes",
+                "Host memory holding checkpoints of recurrent state.",
+                stats.state_blocks_used * stats.state_block_bytes,
+            ),
+            (
+                "state_checkpoint_capacity_bytes",
+                "Host memory for checkpoints of recurrent state.",
+                stats.state_blocks_total * stats.state_block_bytes,
+            ),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value=value)
-        yield CounterMetricFamily(
-            _PREFIX + "num_retractions", "Requests put back for want of KV memory.", value=stats.retractions
-        )
+        for name, text, count in (
+            ("num_steps", "Steps launched.", stats.steps),
+            ("num_retractions", "Requests put back for want of KV memory.", stats.retractions),
+            ("state_checkpoint_hits", "Prefix hits that restored a checkpoint.", stats.state_hits),
+            ("state_checkpoint_evictions", "Checkpoints given up for newer ones.", stats.state_evictions),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value=count)
         replays = CounterMetricFamily(
             _PREFIX + "graph_replays", "Decode steps replayed from a CUDA graph.", labels=["bucket"]
         )
@@ -60,6 +86,8 @@ class Metrics:
     """All metrics of one server. Methods may be called from any thread."""
 
     def __init__(self) -> None:
+        # A sample of the start of each counter and histogram doubles the page and serves no dashboard.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._scheduler = _SchedulerCollector()
         self.registry.register(self._scheduler)
@@ -107,8 +135,12 @@ class Metrics:
         self.cached_tokens.inc(cached_tokens)
         self._prompt += prompt_tokens
         self._cached += cached_tokens
-        if self._prompt:
-            self._hits.set(self._cached / self._prompt)
+        self._hits.set(self.hit_rate)
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of all prompt tokens so far."""
+        return self._cached / self._prompt if self._prompt else 0.0
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""

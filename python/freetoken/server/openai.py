@@ -12,7 +12,10 @@ from typing import Any
 
 from freetoken.errors import RequestError
 from freetoken.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from freetoken.server.generation import ChatPrompt, GenSpec, Prompt, new_rid
+from freetoken.server.chat import read_chat_prompt, read_tool_choice, read_tools
+from freetoken.server.chat_output import ChatStyle
+from freetoken.server.generation import GenSpec, Prompt, new_rid
+from freetoken.server.response_format import GRAMMAR_FIELDS, read_grammar
 from freetoken.server.wire import (
     SAMPLING_FIELDS,
     SamplingReader,
@@ -20,7 +23,7 @@ from freetoken.server.wire import (
     boolean,
     check_model,
     integer,
-    mapping,
+    read_priority,
     refuse_unserved,
     string,
     token_ids,
@@ -30,13 +33,9 @@ from freetoken.server_args import Config
 
 MAX_TOKENS = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Neutral values beside null. Structured output, tools, reasoning switches and priorities are not served.
+# Neutral values beside null.
 _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "regex": (),
-    "ebnf": (),
     "json_schema": (),
     "structural_tag": (),
     "guided_json": (),
@@ -44,7 +43,6 @@ _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "priority": (0,),
     "lora_path": (),
     "store": (False,),
     "metadata": ({},),
@@ -53,18 +51,13 @@ _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
 }
 _UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
     **_UNSERVED_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "reasoning": (),
-    "separate_reasoning": (False,),
-    "stream_reasoning": (False,),
+    "stream_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
@@ -74,7 +67,18 @@ _UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
 _UNSERVED_COMPLETIONS: dict[str, tuple[Any, ...]] = {**_UNSERVED_BOTH, "suffix": ("",)}
 # Labels with no bearing on the output.
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-_COMMON = {*SAMPLING_FIELDS, *_LABELS, "model", "max_tokens", "logprobs", "stream", "stream_options", "rid"}
+_COMMON = {
+    *SAMPLING_FIELDS,
+    *_LABELS,
+    *GRAMMAR_FIELDS,
+    "model",
+    "max_tokens",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "rid",
+    "priority",
+}
 _CHAT_KNOWN = {
     *_COMMON,
     *_UNSERVED_CHAT,
@@ -84,6 +88,11 @@ _CHAT_KNOWN = {
     "chat_template_kwargs",
     "continue_final_message",
     "add_generation_prompt",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "separate_reasoning",
 }
 _COMPLETIONS_KNOWN = {*_COMMON, *_UNSERVED_COMPLETIONS, "prompt", "echo"}
 
@@ -92,11 +101,12 @@ _COMPLETIONS_KNOWN = {*_COMMON, *_UNSERVED_COMPLETIONS, "prompt", "echo"}
 class WireRequest:
     """A request as read: what to generate, and how the client wants it shown.
 
-    ``chat`` chooses the form of the answer. ``logprobs`` says whether to show any, ``echo`` puts the prompt first.
+    ``chat`` says how to split a chat's answer, and is ``None`` for plain completions. ``logprobs`` says whether to show
+    any, ``echo`` puts the prompt first.
     """
 
     spec: GenSpec
-    chat: bool
+    chat: ChatStyle | None
     options: StreamOptions
     logprobs: bool
     echo: bool = False
@@ -120,8 +130,13 @@ def read_chat(body: Mapping[str, Any], config: Config) -> WireRequest:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if logprobs:
         reader.set("logprobs", top or 0, "top_logprobs")
-    prompt = Prompt(reader.build(), chat=read_chat_prompt(body), param="messages")
-    return WireRequest(GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream), True, options, logprobs)
+    tools = read_tools(body)
+    choice = read_tool_choice(body, tools)
+    offered = [] if choice.mode == "none" else tools
+    style = ChatStyle(tuple(offered), choice.parallel, boolean(body, "separate_reasoning", True))
+    prompt = Prompt(reader.build(), chat=read_chat_prompt(body, offered), param="messages", tool_choice=choice)
+    spec = GenSpec(_rid(body, "chatcmpl"), [prompt], options.stream, priority=read_priority(body, config))
+    return WireRequest(spec, style, options, logprobs)
 
 
 def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
@@ -142,8 +157,9 @@ def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
         if echo:
             reader.set("prompt_logprobs", top, "logprobs")
     prompts = _prompts(body.get("prompt"), reader.build())
-    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0)
-    return WireRequest(spec, False, options, top is not None, echo)
+    priority = read_priority(body, config)
+    spec = GenSpec(_rid(body, "cmpl"), prompts, options.stream, prompt_only=most == 0, priority=priority)
+    return WireRequest(spec, None, options, top is not None, echo)
 
 
 def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
@@ -151,6 +167,9 @@ def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
         string(body, label)
     reader = SamplingReader(config.model.sampling_defaults)
     reader.read(body)
+    grammar = read_grammar(body)
+    if grammar is not None:
+        reader.set("grammar", grammar, "response_format")
     return reader
 
 
@@ -186,68 +205,3 @@ def _text_prompt(text: str, sampling: SamplingParams) -> Prompt:
     if not text:
         raise RequestError("the prompt is empty", param="prompt")
     return Prompt(sampling, text=text)
-
-
-def read_chat_prompt(body: Mapping[str, Any]) -> ChatPrompt:
-    """``messages`` and the template switches; :class:`RequestError` names the message at fault."""
-    value = body.get("messages")
-    if not isinstance(value, list):
-        raise RequestError("messages must be a list", param="messages")
-    if not value:
-        raise RequestError("messages is empty", param="messages")
-    messages = [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
-    go_on = boolean(body, "continue_final_message", False)
-    open_turn = boolean(body, "add_generation_prompt", not go_on)
-    if go_on and open_turn:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-        )
-    if go_on and messages[-1]["role"] != "assistant":
-        raise RequestError(
-            "continue_final_message needs the last message to be the assistant's", param="continue_final_message"
-        )
-    return ChatPrompt(messages, open_turn, go_on, mapping(body, "chat_template_kwargs"))
-
-
-def _message(item: Any, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise RequestError(f"{where} must be an object", param=where)
-    role = item.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    for name in ("tool_calls", "function_call", "audio"):
-        if item.get(name):
-            raise RequestError(
-                f"{where}.{name} is not supported by this server", param=f"{where}.{name}", code="unsupported_parameter"
-            )
-    message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if item.get(name) is not None:
-            value = item[name]
-            if not isinstance(value, str):
-                raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
-            message[name] = value
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    """A string, or text parts, which are joined by line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
-    texts: list[str] = []
-    for index, part in enumerate(value):
-        at = f"{where}[{index}]"
-        if not isinstance(part, dict):
-            raise RequestError(f"{at} must be an object", param=at)
-        if part.get("type") != "text":
-            raise RequestError(
-                f"{at}.type {str(part.get('type'))[:40]!r} is not supported; only text is",
-                param=f"{at}.type",
-                code="unsupported_parameter",
-            )
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{at}.text must be a string", param=f"{at}.text")
-        texts.append(part["text"])
-    return "\n".join(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -12,11 +13,13 @@ import orjson
 
 from freetoken.errors import RequestError
 from freetoken.sampling_params import SamplingParams
+from freetoken.server_args import Config
 
 log = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 _MAX_WARNED = 256
+MAX_PRIORITY = 2**31 - 1
 _warned: set[str] = set()
 
 
@@ -39,6 +42,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
+def parse_large_object(data: bytes) -> dict[str, Any]:
+    """:func:`parse_object` for a thread, of a body of megabytes. The parser does not let go of the interpreter, so what it
+    costs everybody is cut to a part: the garbage collector would look at millions of new objects again and again."""
+    gc.disable()
+    try:
+        return parse_object(data)
+    finally:
+        gc.enable()
+
+
 def warn_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
     """One warning in the log for each field name outside the protocol; the set of names is bounded."""
     for name in body:
@@ -58,13 +71,17 @@ def refuse_unserved(body: Mapping[str, Any], unserved: Mapping[str, tuple[Any, .
             raise RequestError(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
 
 
-def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field; null and absence give ``default``."""
+def _place(name: str, where: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def boolean(body: Mapping[str, Any], name: str, default: bool, where: str = "") -> bool:
+    """A boolean field; null and absence give ``default``. Errors name it as a part of ``where``."""
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be a boolean", param=name)
+        raise RequestError(f"{_place(name, where)} must be a boolean", param=_place(name, where))
     return value
 
 
@@ -73,6 +90,8 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     value = body.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and abs(value) >= 2**63:  # an integer too large for the JSON reader
+        raise RequestError(f"{name} is out of range: it must be between {low} and {high}", param=name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer", param=name)
     if not low <= value <= high:
@@ -80,11 +99,11 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     return value
 
 
-def string(body: Mapping[str, Any], name: str) -> str | None:
-    """A string field; null and absence give ``None``."""
+def string(body: Mapping[str, Any], name: str, where: str = "") -> str | None:
+    """A string field; null and absence give ``None``. Errors name it as a part of ``where``."""
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise RequestError(f"{name} must be a string", param=name)
+        raise RequestError(f"{_place(name, where)} must be a string", param=_place(name, where))
     return value
 
 
@@ -96,6 +115,18 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object", param=name)
     return value
+
+
+def read_priority(body: Mapping[str, Any], config: Config) -> int:
+    """``priority``: higher goes first; refused, unless it is 0, where the server does not schedule by it."""
+    priority = integer(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
+    if priority and not config.priority_scheduling:
+        raise RequestError(
+            "priority needs a server started with --enable-priority-scheduling",
+            param="priority",
+            code="unsupported_parameter",
+        )
+    return priority
 
 
 def token_ids(value: Any, param: str) -> list[int]:

@@ -1,0 +1,1 @@
+"""Grammars of constrained output: checked, compiled, kept; used by the HTTP process and by the scheduler (torch-free)."""

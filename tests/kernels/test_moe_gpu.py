@@ -1,0 +1,115 @@
+"""Experts and FP8 products on a GPU: bfloat16 at the widths of qwen4_exp, replay of a captured block, both forms of FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_inputs import make_routes, make_weight
+from poison import choice
+
+from freetoken.kernels import checking
+from freetoken.kernels.checking import relative_rms
+from freetoken.kernels.fp8_gemm import Fp8Gemm
+from freetoken.kernels.fp8_gemm import reference as fp8_reference
+from freetoken.kernels.moe_gemm import MoeGemm, config, reference, triton
+from freetoken.kernels.moe_route import MoeRoute
+from freetoken.kernels.moe_route import reference as route_reference
+from freetoken.kernels.silu_mul import SiluMul
+
+pytestmark = pytest.mark.gpu
+
+BOUND = checking.RELATIVE_RMS[torch.bfloat16]
+EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 10, 2560, 640
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def make_layer(kind: torch.dtype | str) -> tuple[object, object]:
+    gate_up = make_weight(kind, EXPERTS, 2 * WIDTH, HIDDEN, parts=(WIDTH,))
+    return gate_up, make_weight(kind, EXPERTS, HIDDEN, WIDTH)
+
+
+def make_op(impl: str = "triton") -> MoeGemm:
+    return MoeGemm(choice("moe_gemm", impl), MoeRoute(choice("moe_route", impl)))
+
+
+@pytest.mark.parametrize("routes", ["even", "skewed", "one", "holes"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, "fp8"])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64, 300, 2048])
+def test_layer(tokens: int, kind: torch.dtype | str, routes: str) -> None:
+    """Every tile size and the route-by-route kernels, by density."""
+    gate_up, down = make_layer(kind)
+    ids, weights = make_routes(routes, tokens, TOP_K, EXPERTS)
+    x, shared = random(tokens, HIDDEN), (random(tokens, HIDDEN), random(tokens))
+    actual = make_op()(x, ids, weights, gate_up, down, shared)
+    assert relative_rms(actual, reference.experts(x, ids, weights, gate_up, down, shared)) < BOUND
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("m", [16, 32, 64, 128])
+def test_both_forms_of_fp8(m: int, native: bool) -> None:
+    if native and not triton.has_fp8(torch.device("cuda")):
+        pytest.skip("this GPU has no FP8 type")
+    gate_up, down = make_layer("fp8")
+    ids, weights = make_routes("skewed", 40, TOP_K, EXPERTS)
+    x = random(40, HIDDEN)
+    groups = route_reference.group_by_expert(ids, EXPERTS, m)
+    first, second = (config.pick_tile(m, k, 2, gated=gated) for k, gated in ((HIDDEN, True), (WIDTH, False)))
+    hidden = triton.tiles(x, groups, gate_up, first, routes=ids.numel(), silu=True, native=native)
+    parts = triton.tiles(hidden, groups, down, second, routes=ids.numel(), silu=False, native=native)
+    wanted = reference.experts(x, ids, weights, gate_up, down)
+    assert relative_rms(triton.combine(parts, ids, weights, None), wanted) < BOUND
+    by_route = triton.gate_up_routes(x, ids, gate_up, config.pick_gate_up_route(HIDDEN, 1), native=native)
+    out = triton.down_routes(by_route, (ids, weights), down, None, config.pick_down_route(WIDTH, 1), native=native)
+    assert relative_rms(out, wanted) < BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 2048])
+def test_routing(tokens: int) -> None:
+    route, logits = MoeRoute(choice("moe_route", "triton")), random(tokens, 513)
+    for renormalise in (True, False):
+        ids, weights = route(logits, 512, 10, renormalise)
+        wanted, expected = route_reference.choose_experts(logits, 512, 10, renormalise)
+        assert torch.equal(ids, wanted) and relative_rms(weights, expected) < 1e-5
+    for block in (16, 128):
+        order, experts = route.group(ids, 512, block)
+        places, owners = route_reference.group_by_expert(ids, 512, block)
+        used = (owners >= 0).repeat_interleave(block)
+        assert torch.equal(experts, owners) and torch.equal(order[used], places[used])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 128, 300])
+def test_dense_fp8(rows: int) -> None:
+    op = Fp8Gemm(choice("fp8_gemm", "triton"), SiluMul(choice("silu_mul", "triton")))
+    weight, x = make_weight("fp8", 4096, HIDDEN), random(rows, HIDDEN)
+    assert relative_rms(op.linear(x, weight), fp8_reference.linear(x, weight)) < BOUND
+    assert relative_rms(op.linear_silu_mul(x, weight), fp8_reference.linear_silu_mul(x, weight)) < BOUND
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_replay_follows_its_inputs(tokens: int, impl: str) -> None:
+    """Captured once, then replayed for other tokens that choose other experts: a grid or a table baked in would show."""
+    gate_up, down = make_layer("fp8")
+    op, route = make_op(impl), MoeRoute(choice("moe_route", impl))
+    x, logits = random(tokens, HIDDEN), random(tokens, EXPERTS)
+
+    def layer() -> torch.Tensor:
+        ids, weights = route(logits, EXPERTS, TOP_K, True)
+        return op(x, ids, weights, gate_up, down)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for _ in range(3):
+        x.copy_(random(tokens, HIDDEN))
+        logits.copy_(random(tokens, EXPERTS))
+        graph.replay()
+        ids, weights = route_reference.choose_experts(logits, EXPERTS, TOP_K, True)
+        assert relative_rms(out, reference.experts(x, ids, weights, gate_up, down)) < BOUND

@@ -1,0 +1,165 @@
+"""The log of requests, the allow-list of origins, large bodies off the event loop, and the slow client put in on purpose."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from threading import current_thread
+
+import httpx
+import pytest
+
+from freetoken.server import wire
+from server.conftest import Served, serving
+from server.test_http_faults import raw_request
+
+SECRET = "zebra crossing"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "freetoken.requests"]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="freetoken.requests")
+    return caplog
+
+
+def talk(served: Served) -> None:
+    served.chat(SECRET, max_tokens=3, stop=[SECRET], rid="mine", temperature=0.5)
+    served.complete(SECRET, max_tokens=2, stream=True)
+    served.until(served.empty)
+
+
+def test_one_line_a_request_without_any_text(server: Served, log: pytest.LogCaptureFixture) -> None:
+    talk(server)
+    server.get(f"/nothing?key={SECRET.replace(' ', '+')}")
+    server.get("/health")
+    server.until(lambda: len(lines(log)) == 3)
+    chat, complete, missing = lines(log)
+    assert re.fullmatch(
+        r'127\.0\.0\.1 "POST /v1/chat/completions" 200 in \d+\.\d{3} s, mine: \d+ prompt tokens \(7 cached\), '
+        r"3 output tokens, length",
+        chat,
+    )
+    assert '"POST /v1/completions" 200' in complete and "2 output tokens, length" in complete
+    assert '"GET /nothing" 404' in missing and "prompt tokens" not in missing
+    assert not any("zebra" in line for line in lines(log))
+
+
+def test_parameters_too_but_no_text(log: pytest.LogCaptureFixture) -> None:
+    with serving(log_requests="params") as served:
+        talk(served)
+    start = next(line for line in lines(log) if line.startswith("mine: "))
+    assert (
+        start.startswith("mine: 1 prompts, 1 outputs, ") and "temperature=0.5" in start and "max_new_tokens=3" in start
+    )
+    assert any("1 outputs, streamed" in line for line in lines(log))
+    assert not any("zebra" in line for line in lines(log))
+
+
+def test_text_where_it_is_asked_for(log: pytest.LogCaptureFixture) -> None:
+    with serving(log_requests="text") as served:
+        served.chat(f"say:{SECRET}", rid="mine\nforged line")
+        served.until(lambda: len(lines(log)) >= 4)
+    said = lines(log)
+    assert any("prompt" in line and SECRET in line for line in said)
+    assert f"mine\\nforged line: output 0 {SECRET}" in said
+    assert not any("\n" in line for line in said)
+
+
+def test_off(log: pytest.LogCaptureFixture) -> None:
+    with serving(log_requests="off") as served:
+        talk(served)
+    assert lines(log) == []
+
+
+def test_a_path_cannot_forge_a_line(server: Served, log: pytest.LogCaptureFixture) -> None:
+    server.get("/a%0A12:00:00 INFO root: all is well" + "x" * 1000)
+    server.until(lambda: lines(log))
+    (line,) = lines(log)
+    assert "\n" not in line and len(line) < 300
+
+
+def test_a_client_that_leaves_is_told_of(server: Served, log: pytest.LogCaptureFixture) -> None:
+    raw_request(server, {"prompt": "hang:"}).close()
+    server.until(lambda: lines(log))
+    assert "closed by the client" in lines(log)[0] and "no output" in lines(log)[0]
+    server.until(server.empty)
+
+
+# --- origins ----------------------------------------------------------------------------------------------------------------
+
+ASK = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def test_origins_on_the_list_may_call_and_others_may_not() -> None:
+    with serving(cors_allow_origins=["https://a.example", "http://localhost:3000"], api_key="secret") as served:
+        for origin, allowed in (
+            ("https://a.example", True),
+            ("http://localhost:3000", True),
+            ("https://b.example", False),
+        ):
+            ask = httpx.options(served.url + "/v1/chat/completions", headers={"Origin": origin, **ASK}, timeout=20)
+            assert (ask.headers.get("access-control-allow-origin") == origin) is allowed
+            assert ask.status_code == (200 if allowed else 400)
+            if allowed:
+                assert "authorization" in ask.headers["access-control-allow-headers"].lower()
+            # The answer to the call itself, refused for want of a key, can be read by the pages that may call.
+            refused = served.post("/v1/completions", {"prompt": "x"}, headers={"Origin": origin})
+            assert refused.status_code == 401
+            assert (refused.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+def test_no_list_means_no_origin(server: Served) -> None:
+    ask = httpx.options(server.url + "/v1/completions", headers={"Origin": "https://a.example", **ASK}, timeout=20)
+    assert ask.status_code == 405 and "access-control-allow-origin" not in ask.headers
+    assert "access-control-allow-origin" not in server.get("/health", headers={"Origin": "https://a.example"}).headers
+
+
+def test_a_star_means_all() -> None:
+    with serving(cors_allow_origins=["*"]) as served:
+        answer = served.get("/health", headers={"Origin": "https://anything.example"})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_a_foreign_page_cannot_send_what_a_browser_does_not_ask_about_first() -> None:
+    def post(served: Served, origin: str, site: str) -> httpx.Response:
+        headers = {"Origin": origin, "Sec-Fetch-Site": site, "Content-Type": "text/plain"}
+        return httpx.post(served.url + "/abort_request", content=b'{"abort_all": true}', headers=headers, timeout=20)
+
+    with serving(cors_allow_origins=["https://a.example"]) as served:
+        refused = post(served, "https://b.example", "cross-site")
+        assert refused.status_code == 403 and "--cors-allow-origins" in refused.json()["error"]["message"]
+        assert served.fake.aborted == []
+        assert post(served, "https://a.example", "cross-site").status_code == 200
+        assert post(served, served.url, "same-origin").status_code == 200
+        assert served.get("/health", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
+# --- large bodies, slow clients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 2**20 + 1])
+def test_large_bodies_are_parsed_on_a_thread(server: Served, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    threads: list[str] = []
+    real = wire.parse_large_object
+    monkeypatch.setattr(wire, "parse_large_object", lambda data: threads.append(current_thread().name) or real(data))
+    assert server.complete("say:x", ignored_field="y" * size).status_code == 200
+    assert all(name.startswith("freetoken-body") for name in threads) and len(threads) == (size > 4096)
+    broken = httpx.post(server.url + "/v1/completions", content=b"[" * size, timeout=20)
+    assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+
+
+def test_the_slow_client_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("FREETOKEN_FAULT_SLOW_CLIENT", "0.05")
+    with serving() as served:
+        began = time.monotonic()
+        answer = served.complete("count", max_tokens=40, stream=True)
+        # Events gather while the client is slow; none is lost.
+        assert answer.text.count('"text"') < 40 and time.monotonic() - began >= 0.15
+        assert "".join(re.findall(r'"text":"([a-z]*)"', answer.text)) == ("abcdefghijklmnopqrstuvwxyz" * 2)[:40]
+        served.until(served.empty)
+    assert "FREETOKEN_FAULT_SLOW_CLIENT=0.05" in caplog.text
