@@ -71,7 +71,7 @@ def check(name: str, case: Case) -> float:
     return worst
 
 
-def graph_microseconds(call: Callable[[], object], calls: int) -> float:
+def graph_microseconds(call: Callable[[], object], calls: int = 20) -> float:
     """Median microseconds of one ``call`` among ``calls`` in a replayed CUDA graph."""
     import torch
 
