@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from make_tiny_model import make_tiny_model
-from rewrite_gguf import rewrite_metadata
 from transformers import AutoModelForCausalLM
 
 from freetoken.errors import StartupError
@@ -18,6 +17,7 @@ from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.names import MTP, is_zero_centred
 from freetoken.loader.stream import stream_tensors
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
+from rewrite_gguf import rewrite_metadata
 
 GEOMETRY: dict[str, Any] = {
     "arch": "qwen3_5",

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from make_tiny_model import make_tiny_model
-from rewrite_gguf import rewrite_metadata
 from tiny_spec import PACKED_QUANTS, QUANTS
 from transformers import AutoModelForCausalLM
 
 from freetoken.errors import StartupError
 from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.stream import stream_tensors
+from rewrite_gguf import rewrite_metadata
 
 
 def agree(path: Path, **loading: Any) -> None:

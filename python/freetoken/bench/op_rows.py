@@ -510,50 +510,15 @@ def ple_mix(device: str, sizes: Sizes) -> list[Case]:
 
 
 def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
-    """Calls take distinct weights in turn, so that none is found in a cache."""
-    from freetoken.bench.pq2 import random_weight
-    from freetoken.kernels.pq2_gemv import PQ2Product, quantise
+    from freetoken.bench.pq2_rows import product_cases
 
-    cases = []
-    for n, k in sizes.packed_shapes:
-        weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
-        for tokens in sizes.packed_tokens:
-            activation = quantise(_random(device, sizes.dtype, tokens, k), 128)
-
-            def call(impl: str, activation: Any = activation, weights: Any = weights) -> Callable[[], Tensors]:
-                op = PQ2Product(_choice("pq2_gemv", impl), _choice("pq2_single", impl))
-                turn = itertools.cycle(weights)
-                return lambda: (op.linear(activation, next(turn), sizes.dtype),)
-
-            moved = weights[0].nbytes + tokens * (k + n * sizes.dtype.itemsize)
-            shape = {"tokens": tokens, "n": n, "k": k}
-            case = Case(shape, call("triton"), call("reference"), moved, model="Qwen3.5-27B", calls=len(weights))
-            cases.append(case)
-    return cases
+    return product_cases(device, sizes)
 
 
 def pq2_quantise(device: str, sizes: Sizes) -> list[Case]:
-    from freetoken.kernels.pq2_gemv import PQ2Product
+    from freetoken.bench.pq2_rows import quantise_cases
 
-    fused, reference = (
-        PQ2Product(_choice("pq2_gemv", impl), _choice("pq2_single", impl)) for impl in ("triton", "reference")
-    )
-    cases = []
-    for k in sorted({k for _, k in sizes.packed_shapes}):
-        for tokens in (1, max(sizes.packed_tokens)):
-            x = _random(device, sizes.dtype, tokens, k)
-
-            def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
-                def outputs() -> Tensors:
-                    done = op.quantise(x, 128)
-                    return done.values, done.scales, done.sums
-
-                return outputs
-
-            moved = float(x.nbytes + x.numel() + x.numel() // 16)
-            shape = {"tokens": tokens, "k": k}
-            cases.append(Case(shape, call(fused), call(reference), moved, exact=True, model="Qwen3.5-27B"))
-    return cases
+    return quantise_cases(device, sizes)
 
 
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {

@@ -193,9 +193,7 @@ def _ask_tiles(
 def _add_block(
     totals,
     asked,
-    values,
-    x_scales,
-    sums,
+    activation,
     step,
     warp,
     lane,
@@ -211,6 +209,7 @@ def _add_block(
     GROUP: tl.constexpr = min(GROUP_W, GROUP_X)
     PARTS: tl.constexpr = 128 // GROUP
     X_PARTS: tl.constexpr = 128 // GROUP_X
+    values, x_scales, sums = activation
     block = _block(step, warp, K // 128, WARPS)
     added = ()
     for half in tl.static_range(HALVES):
@@ -241,6 +240,52 @@ def _add_block(
     return added
 
 
+@triton.jit
+def _row_pointers(
+    codes_ptr, scales_ptr, first_row, lane, n, K: tl.constexpr, GROUP_W: tl.constexpr, TILES: tl.constexpr
+):
+    """For every tile the pointers of rows g and g + 8 to a lane's first codes and to the scales."""
+    codes, scales = (), ()
+    for tile in tl.static_range(TILES):
+        low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
+        high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
+        word = lane % 4 * 2
+        codes += ((codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word),)
+        scales += ((scales_ptr + low * (K // GROUP_W), scales_ptr + high * (K // GROUP_W)),)
+    return codes, scales
+
+
+@triton.jit
+def _token_pointers(
+    values_ptr, x_scales_ptr, sums_ptr, lane, m, K: tl.constexpr, GROUP_X: tl.constexpr, HALVES: tl.constexpr
+):
+    """For each half of the tokens: the words of token g, and the scales and sums of the even and odd token of a lane's results."""
+    values, x_scales, sums = (), (), ()
+    for half in tl.static_range(HALVES):
+        token = tl.minimum(half * 8 + lane // 4, m - 1)
+        even = tl.minimum(half * 8 + lane % 4 * 2, m - 1) * (K // GROUP_X)
+        odd = tl.minimum(half * 8 + lane % 4 * 2 + 1, m - 1) * (K // GROUP_X)
+        values += (values_ptr + token * (K // 4) + lane % 4 * 8,)
+        x_scales += ((x_scales_ptr + even, x_scales_ptr + odd),)
+        sums += ((sums_ptr + even, sums_ptr + odd),)
+    return values, x_scales, sums
+
+
+@triton.jit
+def _store(total, out_ptr, first_row, first_token, m, n):
+    """Add one tile over the warps and write it."""
+    t0, t1, t2, t3 = total
+    # As [32, 2, 2]: lane, then odd token, then row g + 8.
+    y = tl.sum(tl.join(tl.join(t0, t1), tl.join(t2, t3)), axis=0)
+    position = tl.arange(0, 32)[:, None, None]
+    odd = tl.arange(0, 2)[None, :, None]
+    later = tl.arange(0, 2)[None, None, :]
+    row = first_row + position // 4 + later * 8
+    token = first_token + position % 4 * 2 + odd
+    cell = out_ptr + token.to(tl.int64) * n + row
+    tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < n) & (token < m))
+
+
 @triton.jit(do_not_specialize=["m", "n"])
 def fragment_kernel(
     values_ptr,
@@ -269,22 +314,11 @@ def fragment_kernel(
     lane = tl.arange(0, 32)[None, :]
     warp = tl.arange(0, WARPS)[:, None]
     first_row = tl.program_id(0) * (16 * TILES)
-    codes, scales = (), ()
-    for tile in tl.static_range(TILES):
-        low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
-        high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
-        word = lane % 4 * 2
-        codes += ((codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word),)
-        scales += ((scales_ptr + low * (K // GROUP_W), scales_ptr + high * (K // GROUP_W)),)
-    values, x_scales, sums, totals = (), (), (), ()
+    codes, scales = _row_pointers(codes_ptr, scales_ptr, first_row, lane, n, K, GROUP_W, TILES)
+    activation = _token_pointers(values_ptr, x_scales_ptr, sums_ptr, lane, m, K, GROUP_X, HALVES)
     nothing = tl.zeros((WARPS, 32), tl.float32)
-    for half in tl.static_range(HALVES):
-        token = tl.minimum(half * 8 + lane // 4, m - 1)
-        even = tl.minimum(half * 8 + lane % 4 * 2, m - 1) * (K // GROUP_X)
-        odd = tl.minimum(half * 8 + lane % 4 * 2 + 1, m - 1) * (K // GROUP_X)
-        values += (values_ptr + token * (K // 4) + lane % 4 * 8,)
-        x_scales += ((x_scales_ptr + even, x_scales_ptr + odd),)
-        sums += ((sums_ptr + even, sums_ptr + odd),)
+    totals = ()
+    for _half in tl.static_range(HALVES):
         mine = ()
         for _tile in tl.static_range(TILES):
             mine += ((nothing, nothing, nothing, nothing),)
@@ -300,21 +334,7 @@ def fragment_kernel(
         following = ()
         for i in tl.static_range(AHEAD):
             totals = _add_block(
-                totals,
-                asked[i],
-                values,
-                x_scales,
-                sums,
-                first + i,
-                warp,
-                lane,
-                K,
-                GROUP_W,
-                GROUP_X,
-                TILES,
-                HALVES,
-                WARPS,
-                ON_GPU,
+                totals, asked[i], activation, first + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
             )
             following += (_ask_tiles(codes, scales, first + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
         asked = following
@@ -322,31 +342,8 @@ def fragment_kernel(
         asked += (_ask_tiles(codes, scales, LAST + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
     for i in tl.static_range(AHEAD + STEPS % AHEAD):
         totals = _add_block(
-            totals,
-            asked[i],
-            values,
-            x_scales,
-            sums,
-            LAST + i,
-            warp,
-            lane,
-            K,
-            GROUP_W,
-            GROUP_X,
-            TILES,
-            HALVES,
-            WARPS,
-            ON_GPU,
+            totals, asked[i], activation, LAST + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
         )
     for half in tl.static_range(HALVES):
         for tile in tl.static_range(TILES):
-            t0, t1, t2, t3 = totals[half][tile]
-            # Added over the warps as [32, 2, 2]: lane, then odd token, then row g + 8.
-            y = tl.sum(tl.join(tl.join(t0, t1), tl.join(t2, t3)), axis=0)
-            position = tl.arange(0, 32)[:, None, None]
-            odd = tl.arange(0, 2)[None, :, None]
-            later = tl.arange(0, 2)[None, None, :]
-            row = first_row + tile * 16 + position // 4 + later * 8
-            token = half * 8 + position % 4 * 2 + odd
-            cell = out_ptr + token.to(tl.int64) * n + row
-            tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < n) & (token < m))
+            _store(totals[half][tile], out_ptr, first_row + tile * 16, half * 8, m, n)
