@@ -32,6 +32,12 @@ from freetoken.kernels.pq2_gemv.activation import quantise_reference
 SMALL = GemmConfig(64, 32, num_stages=2)
 
 
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card that nobody has measured."""
+    monkeypatch.setattr(settings, "_measured", lambda capability: settings.Table())
+
+
 def weight_of(n: int, k: int, group: int = 128) -> PQ2Weight:
     """All four codes, scales of both signs."""
     codes = torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=DEVICE)
@@ -116,6 +122,7 @@ def test_decoded_rows_are_those_of_the_scalar_decoder(group: int, monkeypatch: p
             assert rows[row, column] == (code - 1) * scales[row + 7][column // group]
 
 
+@pytest.mark.usefixtures("_unmeasured")
 def test_forms_follow_the_activation_and_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for name in ("int8_linear", "float_linear", "dense_linear"):
@@ -219,6 +226,7 @@ def test_slices_fit_and_are_even() -> None:
         triton.dense_linear(torch.zeros(1, 128).half(), weight_of(4, 128), torch.empty(1, 4).half(), DenseConfig(2**20))
 
 
+@pytest.mark.usefixtures("_unmeasured")
 def test_the_public_call_takes_many_tokens_and_floats_here(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of(66, 128), torch.randn(20, 128, device=DEVICE)
     chosen = (choice("pq2_gemv", "triton"), choice("pq2_single", "triton"), fused("auto"))
