@@ -83,12 +83,14 @@ def account(trace: Trace) -> Account:
 
 
 def innermost(ranges: Iterable[Span], points: Iterable[tuple[float, Thread, int]]) -> dict[int, list[str]]:
-    """For each point ``(time, thread, key)`` the names of the ranges of its thread around it, outermost first, by key."""
+    """For each point ``(time, thread, key)`` the names of the ranges of its thread around it, outermost first, by key. Where all ranges are
+    of one thread, points of threads without any count as of it: the profiler does not always name a launch's thread as that of a range."""
     by_thread: dict[Thread, list[tuple[float, int, Span | int]]] = defaultdict(list)
     for span in ranges:
         by_thread[span.thread].append((span.start, 0, span))
+    sole = next(iter(by_thread)) if len(by_thread) == 1 else None
     for time, thread, key in points:
-        by_thread[thread].append((time, 1, key))
+        by_thread[thread if sole is None else sole].append((time, 1, key))
     found: dict[int, list[str]] = {}
     for items in by_thread.values():
         stack: list[Span] = []

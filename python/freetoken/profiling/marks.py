@@ -68,7 +68,7 @@ def role_of(module: Any) -> str:
 
 
 class Marks:
-    """Ranges around the parts of ``runner``; a context manager. A runner without a model (in tests) has ranges of steps alone."""
+    """Ranges around the parts of ``runner``. A runner without a model (in tests) has ranges of steps alone."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -76,7 +76,8 @@ class Marks:
         self._under_way = 0
         self._buckets: set[int] = set()
 
-    def __enter__(self) -> Marks:
+    def put_on(self) -> None:
+        """Open the ranges from now on."""
         try:
             self._mark_runner()
             if getattr(self._runner, "model", None) is not None:
@@ -84,10 +85,6 @@ class Marks:
         except BaseException:
             self.remove()
             raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def remove(self) -> None:
         """Give every object its class back."""

@@ -194,7 +194,8 @@ def table(profile: Profile, kernels: int = KERNELS_SHOWN) -> str:
     lines.append(
         f"{'step':<14} {profile.step_us:>10.2f} {'':>8} {cell(profile.gap_us, '.2f'):>9} {profile.launches:>9.4g} {cell(size, '.3f'):>10}"
     )
-    lines.append(f"busy {profile.busy:.1%}, {profile.host_launches:.4g} launches by the host")
+    if profile.device != "cpu":
+        lines.append(f"busy {profile.busy:.1%}, {profile.host_launches:.4g} launches by the host")
     if profile.guessed:
         lines.append(f"{profile.guessed:.1%} of the time has its role by the kernel's name alone, or none")
     if kernels:
