@@ -92,7 +92,12 @@ def replayed(steps: int, *, reference: bool, odd: int | None = None) -> Maker:
         m.span("reference:4", time, time + 50)
         for place, (name, role) in enumerate(zip("abac", ("down", "norms", "attn", "head"))):
             m.span(f"role:{role}", time + 10 * place, time + 10 * place + 9)
-            m.kernel(name, time + 60 + 10 * place, time + 64 + 10 * place, m.launch(time + 10 * place + 3, category="cuda_driver"))
+            m.kernel(
+                name,
+                time + 60 + 10 * place,
+                time + 64 + 10 * place,
+                m.launch(time + 10 * place + 3, category="cuda_driver"),
+            )
     return m
 
 
@@ -192,7 +197,9 @@ def test_on_a_cpu_ranges_take_what_is_not_of_those_inside() -> None:
     m.span("aten::copy_", 70, 75, "cpu_op")
     m.span("aten::elsewhere", 0, 100, "cpu_op", tid=2)
     (profile,) = summary.profiles(m.trace(device="cpu"))
-    assert {row.role: row.us for row in profile.roles} == pytest.approx({"router": 20, "experts": 30, "other": 50}, abs=0.01)
+    assert {row.role: row.us for row in profile.roles} == pytest.approx(
+        {"router": 20, "experts": 30, "other": 50}, abs=0.01
+    )
     assert profile.step_us == pytest.approx(100, abs=0.01) and profile.gap_us == 0
     assert {(k.role, k.name): k.us for k in profile.kernels}["experts", "aten::mm"] == 10
 
@@ -292,7 +299,9 @@ def test_table_and_drawing_hold_every_role() -> None:
     assert json.loads(json.dumps(profile.public()))["roles"][0]["share"] is None
     drawing = ET.fromstring(flame.draw(profile))
     titles = [node.text or "" for node in drawing.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(t.startswith("gaps: 68.00 us") for t in titles) and sum(t.startswith("down: 8.00 us") for t in titles) == 1
+    assert (
+        any(t.startswith("gaps: 68.00 us") for t in titles) and sum(t.startswith("down: 8.00 us") for t in titles) == 1
+    )
     widths = {
         group[0].text.split(":")[0]: float(group[1].get("width") or 0)
         for group in drawing.iter("{http://www.w3.org/2000/svg}g")

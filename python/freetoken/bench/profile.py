@@ -133,10 +133,14 @@ def take(
     ]
 
 
+def _whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
 def to_figures(profile: Profile, taken: Taken, context: dict[str, Any]) -> list[dict[str, Any]]:
     """A figure of the step, and one of each of its roles; ``context`` names ``model`` and ``device``."""
     what, v = f"profile {profile.kind}", profile.values
-    shape = {"requests": v.get("requests", 0), "tokens": v.get("tokens", 0), "kv_tokens": v.get("read", 0)}
+    shape = {name: _whole(v.get(key, 0)) for name, key in (("requests",) * 2, ("tokens",) * 2, ("kv_tokens", "read"))}
     step: dict[str, Any] = {
         "steps": profile.steps,
         "graph": "bucket" in v,

@@ -164,7 +164,11 @@ def _kernel_rows(pieces: Sequence[Piece], found: Account, count: int) -> list[Ke
 def title(profile: Profile) -> str:
     """What the profile is of, in one line."""
     v = profile.values
-    parts = [f"{v.get('requests', 0):g} requests", f"{v.get('tokens', 0):g} tokens", f"{v.get('read', 0):,.0f} tokens of KV"]
+    parts = [
+        f"{v.get('requests', 0):g} requests",
+        f"{v.get('tokens', 0):g} tokens",
+        f"{v.get('read', 0):,.0f} tokens of KV",
+    ]
     return f"{profile.kind}, {', '.join(parts)}, {profile.device}, mean of {profile.steps} steps"
 
 

@@ -199,7 +199,9 @@ class SchedulerProcess:
         except StartupError as error:
             return ControlReply(message.call, False, str(error))
         roles, why = write_roles(path)
-        return ControlReply(message.call, True, str(path), info={"no_roles": why} if roles is None else {"roles": str(roles)})
+        return ControlReply(
+            message.call, True, str(path), info={"no_roles": why} if roles is None else {"roles": str(roles)}
+        )
 
     # --- going wrong -------------------------------------------------------------------------------------------------
 
