@@ -140,7 +140,9 @@ def _whole(value: float) -> float | int:
 def to_figures(profile: Profile, taken: Taken, context: dict[str, Any]) -> list[dict[str, Any]]:
     """A figure of the step, and one of each of its roles; ``context`` names ``model`` and ``device``."""
     what, v = f"profile {profile.kind}", profile.values
-    shape = {name: _whole(v.get(key, 0)) for name, key in (("requests",) * 2, ("tokens",) * 2, ("kv_tokens", "read"))}
+    shape: dict[str, Any] = {
+        name: _whole(v.get(key, 0)) for name, key in (("requests",) * 2, ("tokens",) * 2, ("kv_tokens", "read"))
+    }
     step: dict[str, Any] = {
         "steps": profile.steps,
         "graph": "bucket" in v,
@@ -211,7 +213,8 @@ def _from_trace(args: argparse.Namespace) -> list[dict[str, Any]]:
     read = trace.read(path)
     facts = Facts.of(read.facts)
     if not args.no_roof and not facts.bandwidth and facts.device == "cuda" and figures.gpu_name():
-        facts = dataclasses.replace(facts, **_roofs("cuda", "bfloat16"))
+        bandwidth, rate = roof.measure("cuda", "bfloat16")
+        facts = dataclasses.replace(facts, bandwidth=bandwidth, rate=rate)
     found = summary.profiles(read, facts)
     taken = Taken(path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".trace"), path)
     folder = Path(args.folder)
@@ -222,11 +225,6 @@ def _from_trace(args: argparse.Namespace) -> list[dict[str, Any]]:
             print(report(taken, profile, args.kernels))
         _publish(made, folder)
     return [figure for profile in found for figure in to_figures(profile, taken, context)]
-
-
-def _roofs(device: str, dtype: str) -> dict[str, float]:
-    bandwidth, rate = roof.measure(device, dtype)
-    return {"bandwidth": bandwidth, "rate": rate}
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

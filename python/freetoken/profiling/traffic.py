@@ -7,6 +7,7 @@ matmul rate a role could take no less than ``max(bytes / bandwidth, operations /
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ def _experts_read(facts: Facts, tokens: float) -> float:
     """Share of the stored experts that ``tokens`` tokens read, if each chooses by chance."""
     if not facts.experts:
         return 1.0
-    chosen = facts.experts * (1.0 - (1.0 - facts.top_k / facts.experts) ** tokens)
+    chosen = facts.experts * (1.0 - math.pow(1.0 - facts.top_k / facts.experts, tokens))
     return (chosen + facts.joined) / (facts.experts + facts.joined)
 
 
