@@ -39,6 +39,19 @@ DENSE = {
 }
 LINEAR = {"gdn in", "gdn step", "gdn out"}
 EXPERTS = {"router", "experts", "shared expert"}
+PACKED: dict[str, Any] = {
+    "arch": "qwen3_5",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 3,
+    "layer_pattern": "llf",
+    "head_dim": 32,
+    "linear_key_heads": 1,
+    "linear_value_heads": 2,
+    "linear_key_dim": 16,
+    "linear_value_dim": 64,
+    "hadamard": 128,
+}
 SHAPE = (2, 20)
 
 
@@ -49,8 +62,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(arch: str) -> Path:
         if arch not in made:
-            layers = 4 if "3_5" in arch else 2
-            made[arch] = make_tiny_model(tmp_path_factory.mktemp(arch) / "tiny", arch=arch, num_layers=layers, seed=3)
+            folder = tmp_path_factory.mktemp(arch)
+            if arch == "packed":
+                made[arch] = make_tiny_model(folder / "tiny.gguf", format="gguf", quant="pq2_0", **PACKED)
+            else:
+                layers = 4 if "3_5" in arch else 2
+                made[arch] = make_tiny_model(folder / "tiny", arch=arch, num_layers=layers, seed=3)
         return made[arch]
 
     return get
@@ -79,6 +96,7 @@ def roles_add_up(path: Path) -> None:
     [
         ("qwen3", DENSE),
         ("qwen3_5", DENSE | LINEAR),
+        ("packed", DENSE | LINEAR),
         ("qwen3_5_moe", (DENSE | LINEAR | EXPERTS) - {"gate+up", "down"}),
     ],
 )
@@ -127,7 +145,7 @@ def test_roles_add_up_to_the_step(
     assert (again / "decode-2x20.txt").read_text().splitlines()[: len(first) - 20] == first[:-20]
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5_moe"])
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5_moe", "packed"])
 def test_facts_count_all_weights(models: Callable[[str], Path], arch: str) -> None:
     runner, config = make_runner(models(arch))
     facts = facts_of(runner)

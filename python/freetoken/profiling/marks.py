@@ -29,6 +29,7 @@ from freetoken.runner.memory import ELEMENT_BYTES, state_slot_bytes
 from freetoken.scheduler.request import ScheduleBatch
 
 CONVOLUTION = "conv1d.weight"
+CODES_A_BYTE = 4
 
 Method = Callable[..., Any]
 
@@ -176,11 +177,11 @@ class Marks:
 
 
 def _elements(module: Any) -> int:
-    """Elements of the matrices of ``module`` that multiply tokens."""
+    """Elements of the matrices of ``module`` that multiply tokens; a byte of codes holds four."""
     return sum(
-        math.prod(slot.shape)
+        math.prod(slot.shape) * (CODES_A_BYTE if name.endswith(".codes") else 1)
         for name, slot in module.slots.items()
-        if len(slot.shape) >= 2 and not name.endswith(CONVOLUTION) and not is_scale(name)
+        if len(slot.shape) >= 2 and not name.endswith((CONVOLUTION, ".scales")) and not is_scale(name)
     )
 
 
@@ -192,12 +193,12 @@ def facts_of(runner: Any, roofs: tuple[float, float] | None = None) -> Facts:
     joined = 0
     for module in model.modules():
         role = "head" if module is model.head else role_of(module)
-        held = [model.head.weight] if role == "head" else module.tensors()
-        elements = model.head.weight.numel() if role == "head" else _elements(module)
-        weights[role] = weights.get(role, 0) + sum(tensor.nbytes for tensor in held)
+        tied = role == "head" and not module.slots
+        held = model.embedding if tied else module
+        elements = _elements(held)
+        weights[role] = weights.get(role, 0) + sum(tensor.nbytes for tensor in held.tensors())
         matrices[role] = matrices.get(role, 0) + elements
         joined = joined or int(role == "experts" and module.joins_shared)
-    row = model.embedding.weight
     rule = 0
     if config.linear_attention is not None:
         linear = config.linear_attention
@@ -207,7 +208,7 @@ def facts_of(runner: Any, roofs: tuple[float, float] | None = None) -> Facts:
         device=runner.device.type,
         weights={role: count for role, count in weights.items() if count},
         matrices={role: count for role, count in matrices.items() if count},
-        embedding_row=row.shape[1] * row.element_size(),
+        embedding_row=weights["embedding"] // config.vocab_size,
         kv_token=config.kv_bytes_per_token(ELEMENT_BYTES[runner.config.kv_cache_dtype]),
         state_request=state_slot_bytes(runner.state_specs, runner.config.dtype),
         pair_ops=4 * config.q_size * config.num_attention_layers,
