@@ -274,3 +274,27 @@ def test_a_folder_that_cannot_be_made(
     words = ["--model-path", str(models("qwen3")), "--folder", str(tmp_path / "file" / "below")]
     assert profile.main(words) == 1
     assert "--folder: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [("qwen3", DENSE), ("qwen3_5_moe", (DENSE | LINEAR | EXPERTS) - {"gate+up", "down"}), ("packed", DENSE | LINEAR)],
+)
+def test_replays_on_a_gpu_have_the_roles_of_their_reference(
+    models: Callable[[str], Path], tmp_path: Path, arch: str, expected: set[str]
+) -> None:
+    folder, output = tmp_path / "out", tmp_path / "figures.jsonl"
+    words = ["--model-path", str(models(arch)), "--shape", "2x20", "--steps", "6", "--device", "cuda", "--dtype", "bfloat16"]
+    assert profile.main([*words, "--no-roof", "--folder", str(folder), "--output", str(output)]) == 0
+    found = figures.read(output)
+    (step,) = [f for f in found if f["what"] == "profile decode"]
+    rows = {f["role"]: f for f in found if f["what"] == "profile decode role"}
+    assert step["graph"] and step["steps"] == 6 and step["guessed"] < 0.05
+    assert set(rows) == expected and all(row["us"] > 0 for row in rows.values())
+    assert sum(row["us"] for row in rows.values()) + step["gaps_us"] == pytest.approx(step["us"], rel=0.03)
+    # One launch of the graph, and a few around it, for all kernels of the layers.
+    assert step["host_launches"] < step["launches"] / 2
+    read = trace.read(folder / "decode-2x20.trace.json")
+    how = [piece.how for piece in accounting.account(read).pieces]
+    assert how.count(accounting.BY_REPLAY) > 0.6 * len(how)

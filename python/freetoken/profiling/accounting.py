@@ -172,13 +172,17 @@ class _Roles:
             launch = None if kernel.correlation is None else self._launches.get(kernel.correlation)
             if kernel.correlation is not None and launch is not None and launch.graph:
                 replays[kernel.correlation].append(index)
+        aligned: dict[tuple[int, tuple[str, ...]], list[str | None]] = {}
         for indices in replays.values():
             step = self.step_of(indices[0])
             size = None if step is None or step < 0 else self._steps[step].values.get("bucket")
             reference = references.get(size) if size is not None else None
-            if reference is None:
+            if reference is None or size is None:
                 continue
-            for index, role in zip(indices, align([self._kernels[i].name for i in indices], reference)):
+            names = tuple(self._kernels[i].name for i in indices)
+            if (size, names) not in aligned:
+                aligned[size, names] = align(names, reference)
+            for index, role in zip(indices, aligned[size, names]):
                 if role is not None:
                     self.found[index] = (role, BY_REPLAY)
 

@@ -97,6 +97,10 @@ def _add(trace: Trace, event: Mapping[str, Any]) -> None:
         start = float(event["ts"])
         span = Span(name, start, start + float(event.get("dur", 0)), (event.get("pid"), event.get("tid")))
         ours = name.startswith((STEP, ROLE, DRAW, REFERENCE))
+        if name.startswith(STEP):
+            step_values(name)
+        elif name.startswith(REFERENCE):
+            int(name.removeprefix(REFERENCE))
         (trace.marks if ours else trace.ops).append(span)
 
 
@@ -122,6 +126,6 @@ def read(path: str | Path) -> Trace:
 
 
 def step_values(name: str) -> tuple[str, dict[str, int]]:
-    """``step:decode requests=8 bucket=8`` as ``("decode", {"requests": 8, "bucket": 8})``."""
+    """``step:decode requests=8 bucket=8`` as ``("decode", {"requests": 8, "bucket": 8})``; ``ValueError`` for another form."""
     kind, *words = name.removeprefix(STEP).split()
     return kind, {key: int(value) for key, _, value in (word.partition("=") for word in words)}
