@@ -285,7 +285,18 @@ def test_replays_on_a_gpu_have_the_roles_of_their_reference(
     models: Callable[[str], Path], tmp_path: Path, arch: str, expected: set[str]
 ) -> None:
     folder, output = tmp_path / "out", tmp_path / "figures.jsonl"
-    words = ["--model-path", str(models(arch)), "--shape", "2x20", "--steps", "6", "--device", "cuda", "--dtype", "bfloat16"]
+    words = [
+        "--model-path",
+        str(models(arch)),
+        "--shape",
+        "2x20",
+        "--steps",
+        "6",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+    ]
     assert profile.main([*words, "--no-roof", "--folder", str(folder), "--output", str(output)]) == 0
     found = figures.read(output)
     (step,) = [f for f in found if f["what"] == "profile decode"]

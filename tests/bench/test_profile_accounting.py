@@ -225,7 +225,10 @@ def test_the_sum_is_the_step_whatever_overlaps(pieces: list[tuple[int, int, int]
 
 def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
     event = '{"traceEvents": [{"ph": "X", "cat": "user_annotation", "ts": 1, "dur": 2, "name": "%s"}]}'
-    broken = ('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', *(event % name for name in ("step:", "step:a b=c", "reference:x")))
+    broken = (
+        '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}',
+        *(event % name for name in ("step:", "step:a b=c", "reference:x")),
+    )
     for text in ("", "[]", "{}", *broken):
         path = tmp_path / "t.json"
         path.write_text(text)

@@ -3,8 +3,8 @@
     python -m freetoken.bench.profile --model-path M --shape 8x1024 --folder out
     python -m freetoken.bench.profile --from-trace out/decode-8x1024.trace.json
 
-For each shape, the batch of ``one_batch`` is run once to compile, once for its times, and once under torch.profiler: its first
-prefill chunk, and ``--steps`` decode steps. Of each there are, in ``--folder``, the trace (for Perfetto or chrome://tracing), a table of roles
+Each shape, a batch as in ``one_batch``, is run once to compile, once for its times, and once under torch.profiler: its first prefill
+chunk, and ``--steps`` decode steps. Of each there are, in ``--folder``, the trace (for Perfetto or chrome://tracing), a table of roles
 and kernels, and a flame-style SVG. Graph replays are profiled as they are; a run of the same batch outside its graph says which kernel
 plays which role. ``--from-trace`` makes the tables of a trace that is there, also of one that a server wrote (``/start_profile``).
 """
@@ -103,34 +103,33 @@ def check(args: argparse.Namespace) -> None:
     cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "steps": 2, "kernels": 0})
 
 
+def make_batch(runner: ModelRunner, config: Config, shape: tuple[int, int], steps: int, seed: int) -> ProfiledBatch:
+    """A batch of ``shape`` (requests, prompt tokens) that can decode ``steps`` steps behind the warm-up."""
+    prompts = one_batch.random_ids(config, *shape, seed)
+    return ProfiledBatch(runner, config, prompts, WARMUP_STEPS + steps + 2)
+
+
+def plain_seconds(runner: ModelRunner, config: Config, shape: tuple[int, int], steps: int) -> tuple[float, float]:
+    """``(a prefill chunk, a decode step)`` without the profiler."""
+    seconds = 0.0, 0.0
+    for seed in range(2):  # the first run compiles kernels
+        batch = make_batch(runner, config, shape, steps, seed)
+        seconds = batch.prefill(), batch.decode(steps)
+    return seconds
+
+
 def take(
     runner: ModelRunner, config: Config, shape: tuple[int, int], steps: int, roofs: tuple[float, float] | None, to: Path
-) -> list[Taken]:
-    """Profile one shape; the traces go into folder ``to``."""
+) -> tuple[Taken, Taken]:
+    """Profile the prefill and the decode of one shape; the traces go into folder ``to``."""
     from freetoken.profiling.session import Session
 
-    requests, tokens = shape
-    output_len = WARMUP_STEPS + steps + 2
-
-    def batch(seed: int) -> ProfiledBatch:
-        return ProfiledBatch(runner, config, one_batch.random_ids(config, requests, tokens, seed), output_len)
-
-    def plain(seed: int) -> tuple[float, float]:
-        driver = batch(seed)
-        return driver.prefill(), driver.decode(steps)
-
-    plain(0)  # compiles kernels
-    prefill_plain, decode_plain = plain(1)
-    Session(runner).discard()
-    driver = batch(2)
-    label = f"{requests}x{tokens}"
-    prefill, decode = (to / f"{kind}-{label}.trace.json" for kind in ("prefill", "decode"))
-    prefill_s = driver.prefill(Session(runner, roofs), prefill)
-    decode_s = driver.decode(steps, Session(runner, roofs), decode)
-    return [
-        Taken(f"prefill-{label}", prefill, prefill_s * 1e6, prefill_plain * 1e6),
-        Taken(f"decode-{label}", decode, decode_s * 1e6, decode_plain * 1e6),
-    ]
+    batch = make_batch(runner, config, shape, steps, 2)
+    names = [f"{kind}-{shape[0]}x{shape[1]}" for kind in ("prefill", "decode")]
+    prefill, decode = (to / f"{name}.trace.json" for name in names)
+    prefill_s = batch.prefill(Session(runner, roofs), prefill)
+    decode_s = batch.decode(steps, Session(runner, roofs), decode)
+    return Taken(names[0], prefill, prefill_s * 1e6), Taken(names[1], decode, decode_s * 1e6)
 
 
 def _whole(value: float) -> float | int:
@@ -232,6 +231,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     check(args)
     if args.from_trace is not None:
         return _from_trace(args)
+    from freetoken.profiling.session import Session
     from freetoken.runner.model_runner import ModelRunner
     from freetoken.startup import prepare
 
@@ -243,12 +243,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
         runner = ModelRunner(config, one_batch.progress)
         context = {"model": args.label or config.served_model_name, "device": config.device}
-        for shape in one_batch.shapes(args):
-            for taken in take(runner, config, shape, args.steps, roofs, Path(unfinished)):
+        shapes = one_batch.shapes(args)
+        # All of them before the first profile, since the tools it sets up stay.
+        plain = {shape: plain_seconds(runner, config, shape, args.steps) for shape in shapes}
+        Session(runner).discard()
+        for shape in shapes:
+            for taken, seconds in zip(take(runner, config, shape, args.steps, roofs, Path(unfinished)), plain[shape]):
+                taken = dataclasses.replace(taken, plain_us=seconds * 1e6)
                 profiles = summary.profiles(trace.read(taken.trace))
                 made = write(taken, profiles, args.kernels, Path(unfinished))
                 for profile in profiles:
-                    print(f"{report(taken, profile, args.kernels)}", flush=True)
+                    print(report(taken, profile, args.kernels), flush=True)
                     found += to_figures(profile, taken, context)
                 _publish([taken.trace, *made], folder)
     return found

@@ -31,6 +31,8 @@ class Session:
 
     def start(self) -> None:
         """Put the ranges on and start the profiler."""
+        # Taking the tracing tools down again loses the events of a profile that follows soon, and before CUDA 12.6 crashes graphs.
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
         self._marks.put_on()
         try:
             self._profiler.start()
@@ -53,7 +55,8 @@ class Session:
 
     def discard(self) -> None:
         """Start and stop without a trace: the first profile of a process sets the tools up, which later ones need not wait for."""
-        self._profiler.start()
+        self.start()
+        self._marks.remove()
         self._profiler.stop()
 
 
