@@ -292,7 +292,12 @@ def test_roles_of_weights(name: str, role: str) -> None:
 
 
 def test_table_and_drawing_hold_every_role() -> None:
-    facts = {"device": "cuda", "weights": {"down": 4_000_000, "head": 8_000}, "bandwidth": 1e12, "rate": 1e14}
+    facts = {
+        "device": "cuda",
+        "weights": {"down": 4_000_000, "head": 8_000, "norms": 100},
+        "bandwidth": 1e12,
+        "rate": 1e14,
+    }
     m = replayed(3, reference=True)
     (profile,) = summary.profiles(m.trace(**facts))
     text = summary.table(profile)
@@ -301,6 +306,8 @@ def test_table_and_drawing_hold_every_role() -> None:
     (down,) = [row for row in profile.roles if row.role == "down"]
     # 4 MB at 10^12 bytes a second are 4 us of the 8 it takes.
     assert down.share == pytest.approx(0.5) and "50.0%" in text
+    # A norm's weights are the least of what it moves.
+    assert [(row.bytes, row.share) for row in profile.roles if row.role == "norms"] == [(100, None)]
     assert json.loads(json.dumps(profile.public()))["roles"][0]["share"] is None
     drawing = ET.fromstring(flame.draw(profile))
     titles = [node.text or "" for node in drawing.iter("{http://www.w3.org/2000/svg}title")]

@@ -11,7 +11,7 @@ from freetoken.errors import StartupError
 from freetoken.profiling.accounting import BY_NAME, UNKNOWN, Account, Piece, Step, account
 from freetoken.profiling.roles import ROLES
 from freetoken.profiling.trace import Trace
-from freetoken.profiling.traffic import Facts, step_bytes, step_operations
+from freetoken.profiling.traffic import PARTIAL, Facts, step_bytes, step_operations
 
 KERNELS_SHOWN = 20
 NAME_WIDTH = 64
@@ -143,7 +143,7 @@ def _role_rows(
         mine = [p for p in pieces if p.role == role]
         size, work = moved.get(role, 0.0), computed.get(role, 0.0)
         roof = 0.0
-        if facts.bandwidth and facts.rate:
+        if facts.bandwidth and facts.rate and role not in PARTIAL:
             roof = max(size / facts.bandwidth, work / facts.rate) * 1e6
         times = sum(p.us for p in mine) / count, sum(p.gap for p in mine) / count
         rows.append(RoleRow(role, *times, sum(_launches(found, p) for p in mine) / count, size, work, roof))

@@ -1,7 +1,7 @@
 """Bytes and floating-point operations of a step by role, from a model's facts (torch-free, pure).
 
 Bytes are those of weights as they are stored (packed and FP8 with their scales), and of KV and states; activations are not counted,
-so norms and sampler have none worth a share. Operations are multiply-adds times two. With the machine's measured copy bandwidth and
+so roles that move little else (:data:`PARTIAL`) have no roof. Operations are multiply-adds times two. With the machine's measured copy bandwidth and
 matmul rate a role could take no less than ``max(bytes / bandwidth, operations / rate)``.
 """
 
@@ -11,6 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+PARTIAL = ("embedding", "norms", "rotation", "n-grams")
+"""Roles whose bytes here are a small part of those they move."""
 
 
 @dataclass(frozen=True)
