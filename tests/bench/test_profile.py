@@ -14,9 +14,9 @@ import pytest
 import torch
 from make_tiny_model import make_tiny_model
 
-from freetoken.bench import figures, one_batch, profile
+from freetoken.bench import figures, one_batch, profile, roof
 from freetoken.bench.one_batch import BatchDriver
-from freetoken.profiling import accounting, roles, summary, trace
+from freetoken.profiling import accounting, roles, summary, trace, traffic
 from freetoken.profiling.marks import Marks, facts_of
 from freetoken.profiling.session import Session, write_roles
 from freetoken.runner.model_runner import ModelRunner
@@ -150,8 +150,6 @@ def test_facts_count_all_weights(models: Callable[[str], Path], arch: str) -> No
     runner, config = make_runner(models(arch))
     facts = facts_of(runner)
     assert sum(facts.weights.values()) == runner.model.weight_bytes
-    from freetoken.bench import roof
-
     model = config.model
     used = (facts.top_k + facts.joined) / max(facts.experts + facts.joined, 1)
     elements = sum(
@@ -161,6 +159,21 @@ def test_facts_count_all_weights(models: Callable[[str], Path], arch: str) -> No
     )
     assert elements == pytest.approx(roof.matrix_elements(model), rel=0.01)
     assert facts.kv_token == model.kv_bytes_per_token(4)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_bytes_and_operations_are_those_of_the_whole_step(models: Callable[[str], Path], arch: str) -> None:
+    runner, config = make_runner(models(arch))
+    facts, model = facts_of(runner), config.model
+    values = {"requests": 3, "tokens": 3, "sampled": 3, "read": 3 * 20}
+    moved = traffic.step_bytes(facts, values)
+    # One row of the embedding a token, and what the step adds to KV, come on top.
+    extra = 3 * (facts.embedding_row + facts.kv_token)
+    whole = roof.decode_bytes(model, requests=3, depth=20, dtype="float32", kv_dtype="float32")
+    assert sum(moved.values()) - extra == pytest.approx(whole, rel=0.01)
+    prompt = {"requests": 2, "tokens": 40, "sampled": 2, "read": 40, "pairs": 2 * 20 * 21 // 2}
+    done = traffic.step_operations(facts, prompt)
+    assert sum(done.values()) == pytest.approx(roof.prefill_flops(model, requests=2, tokens=20), rel=0.01)
 
 
 class Interrupted(BatchDriver):

@@ -244,6 +244,7 @@ def test_traffic_of_experts_head_and_memory() -> None:
     weights = {"experts": 900, "head": 64, "embedding": 64, "down": 10, "gdn step": 5}
     facts = Facts(
         "cuda",
+        card="a card",
         weights=weights,
         matrices={"experts": 900, "head": 32, "embedding": 32, "down": 5},
         embedding_row=4,

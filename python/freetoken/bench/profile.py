@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from freetoken.bench import cli, figures, flame, one_batch, roof
 from freetoken.bench.one_batch import WARMUP_STEPS, BatchDriver
 from freetoken.errors import StartupError
+from freetoken.hardware import probe
 from freetoken.profiling import summary, trace
 from freetoken.profiling.summary import Profile
 from freetoken.profiling.traffic import Facts
@@ -211,13 +212,14 @@ def _from_trace(args: argparse.Namespace) -> list[dict[str, Any]]:
     path = Path(args.from_trace)
     read = trace.read(path)
     facts = Facts.of(read.facts)
-    if not args.no_roof and not facts.bandwidth and facts.device == "cuda" and figures.gpu_name():
+    here = probe().usable_gpu and figures.gpu_name() == facts.card
+    if here and not args.no_roof and not facts.bandwidth:
         bandwidth, rate = roof.measure("cuda", "bfloat16")
         facts = dataclasses.replace(facts, bandwidth=bandwidth, rate=rate)
     found = summary.profiles(read, facts)
     taken = Taken(path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".trace"), path)
     folder = Path(args.folder)
-    context = {"model": args.label or taken.name, "device": facts.device or found[0].device}
+    context = {"model": args.label or taken.name, "device": facts.card or found[0].device}
     with _workplace(folder) as unfinished:
         made = write(taken, found, args.kernels, Path(unfinished))
         for profile in found:

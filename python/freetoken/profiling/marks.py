@@ -206,6 +206,7 @@ def facts_of(runner: Any, roofs: tuple[float, float] | None = None) -> Facts:
     bandwidth, rate = roofs or (0.0, 0.0)
     return Facts(
         device=runner.device.type,
+        card=torch.cuda.get_device_name() if runner.cuda else "",
         weights={role: count for role, count in weights.items() if count},
         matrices={role: count for role, count in matrices.items() if count},
         embedding_row=weights["embedding"] // config.vocab_size,

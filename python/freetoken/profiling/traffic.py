@@ -22,10 +22,11 @@ class Facts:
     it is held apart), bytes of an embedding row, of KV a token, of state a request; operations of attention a pair of query and key,
     and of the delta rule a token. Of ``experts`` a token takes ``top_k``, and with ``joined`` one more that all tokens take.
 
-    ``bandwidth`` (bytes a second) and ``rate`` (operations a second) are 0 where they were not measured.
+    ``card`` is the name of the GPU. ``bandwidth`` (bytes a second) and ``rate`` (operations a second) are 0 where they were not measured.
     """
 
     device: str
+    card: str = ""
     weights: dict[str, int] = field(default_factory=dict)
     matrices: dict[str, int] = field(default_factory=dict)
     embedding_row: int = 0
