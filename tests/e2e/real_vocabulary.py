@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, by
     """What ``token`` is merged from; ``None`` for a few tokens that no merge leads to."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        known = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        known = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
         lowest, at = min(known)
         if lowest >= rank:
             return None
