@@ -9,7 +9,7 @@ import torch
 from freetoken.models.parse import parse_hf_config
 
 if TYPE_CHECKING:
-    from make_tiny_model import TinyModel
+    from tiny_spec import TinyModel
 
 
 def qwen4_exp_config(spec: TinyModel) -> dict[str, Any]:

@@ -203,6 +203,7 @@ def parse_hf_config(
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
+        float32_norm=hybrid,
         moe=moe,
         fp8=parse_fp8(r),
         ple=parse_ple(r, layer_types=layer_types, hidden_size=hidden_size, vocab_size=vocab_size) if fourth else None,
