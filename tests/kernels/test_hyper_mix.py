@@ -63,6 +63,17 @@ def test_the_reference_is_the_scalar_rule() -> None:
         assert squashed[t].tolist() == pytest.approx([x * sigmoid(x) for x in low], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+def test_on_a_gpu_in_the_published_size(tokens: int) -> None:
+    op = HyperMix(choice("hyper_mix", "check"))
+    given = inputs(tokens, 4, 2560, torch.bfloat16)
+    normed = op.norm(given["residual"], given["pending"], given["weight"], EPS)
+    op.add(given["residual"], given["pending"])
+    op.mix(normed, given["gate"], 4)
+    op.squash(given["low"][:, :320], 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("tokens", "streams", "hidden"), SHAPES)
 def test_kernels(tokens: int, streams: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,23 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
                 world.store(world.texts, [8, 19], [9, 20], op, fused=True)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [600, 4097, 65_536])
+def test_on_a_gpu_selection_is_exact(blocks: int) -> None:
+    """The published budget over contexts of up to 262,144 tokens, a part of the scores equal."""
+    config = geometry(2048, 4)
+    scores = torch.randn(4, blocks, device=DEVICE).relu_()
+    scores[1].mul_(4).floor_()
+    lengths = torch.tensor([4 * blocks, 4 * blocks - 1, 4 * 512 + 3, 4 * 513], dtype=torch.int32, device=DEVICE)
+    table = torch.randperm(4 * blocks, device=DEVICE).int().repeat(4, 1)
+    where = (table, torch.arange(4, device=DEVICE), lengths)
+    chosen, counts = triton.select(scores, *where, 1, config)
+    slots, valid = reference.select_best(scores, *where[:2], lengths.long(), 1, config)
+    for lane in range(4):
+        assert set(chosen[lane, : counts[lane]].tolist()) == set(slots[lane][valid[lane]].tolist())
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_replays_follow_the_lengths() -> None:
     """One captured step in a page table with room for more: replayed as texts grow, from all seen to most left out."""
     world = World([64, 200, 17], 16, geometry(24, 4), torch.bfloat16)
