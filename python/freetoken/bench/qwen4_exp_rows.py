@@ -58,10 +58,8 @@ def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
     for requests in sizes.ple_batches:
         for depth in (40,) if small else (4096, 16384, 131072):
             pages = requests * (depth // PAGE + 1)
-            pools = Pools(
-                *(torch.randn(pages, kv_heads, PAGE, width, device=device).to(sizes.dtype) for _ in range(2)),
-                torch.randn(pages, PAGE, config.head_dim, device=device).to(sizes.dtype),
-            )
+            k, v = (torch.randn(pages, kv_heads, PAGE, width, device=device).to(sizes.dtype) for _ in range(2))
+            pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(sizes.dtype))
             table = torch.randperm(pages, device=device).int().view(requests, -1)
             rows = torch.arange(requests, device=device)
             lens = torch.full((requests,), depth, dtype=torch.int32, device=device)
@@ -78,8 +76,9 @@ def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
                 where: Any = (table, rows, lens),
                 depth: int = depth,
             ) -> Tensors:
-                scores = triton.score(index_q, pools, *where, depth, config)
-                chosen = triton.select(scores, *where, PAGE, config)
+                table, rows, lens = where
+                scores = triton.score(index_q, pools, table, rows, lens, depth, config)
+                chosen = triton.select(scores, table, rows, lens, PAGE, config)
                 return (triton.attend(q, pools, *chosen, num_sms, width**-0.5),)
 
             def plain(q: Any = q, pools: Any = pools, best: Any = best) -> Tensors:

@@ -12,7 +12,7 @@ Formulas are those of ``qwen4_exp`` in transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ class Geometry(Protocol):
     Decodes gather ``gather_elements`` of keys, or of K and V, at a time; a part of a prompt piece has a mask of ``mask_elements``.
     """
 
-    gather_elements: int
-    mask_elements: int
+    gather_elements: ClassVar[int]
+    mask_elements: ClassVar[int]
 
     @property
     def head_dim(self) -> int:
