@@ -83,7 +83,7 @@ def main(arch: int) -> None:
         early = {"EARLY": arch >= 90}
         join = {**early, "HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": d.block_n, "BLOCK_S": 64}
         jobs = {
-            "split": (decode._split_kernel, {**shape, **early, "BLOCK_G": 16, "BLOCK_N": d.block_n}, d),
+            "split": (decode._split_kernel, {**shape, **early, "BLOCK_G": 16, "BLOCK_N": d.block_n, "SLOTS": False}, d),
             "join": (decode._join_kernel, {**join, "STEP": j.step}, j),
             "prefill": (prefill._prefill_kernel, {**shape, "BLOCK_M": p.block_m, "BLOCK_N": p.block_n}, p),
         }
