@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 ARCHITECTURES = (80, 86, 89, 90, 120)
@@ -43,6 +43,11 @@ class KernelCase:
     last_arch: int = 999
     divisible: tuple[str, ...] = ()
     main: bool = False
+
+
+def main_case(case: KernelCase) -> KernelCase:
+    """The same row, compiled by the tests for all architectures."""
+    return replace(case, main=True)
 
 
 @dataclass(frozen=True)

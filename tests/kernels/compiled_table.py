@@ -39,15 +39,17 @@ def modules() -> list[str]:
 
 
 def rows(module: str, *, more: bool = True) -> list[Row]:
-    """Case and architecture of every row a module should have; ``more`` with what only the command compiles."""
+    """Case and architecture of every row a module should have; ``more`` with what only the command compiles. ``ValueError`` for two
+    cases of one name."""
     loaded = importlib.import_module(module)
     cases: list[KernelCase] = [*loaded.CASES, *(getattr(loaded, "MORE", ()) if more else ())]
-    found = {
-        (case.name, arch): (case, arch)
-        for case in cases
-        for arch in ARCHITECTURES
-        if case.first_arch <= arch <= case.last_arch
-    }
+    found: dict[tuple[str, int], Row] = {}
+    for case in cases:
+        for arch in ARCHITECTURES:
+            if not case.first_arch <= arch <= case.last_arch:
+                continue
+            if found.setdefault((case.name, arch), (case, arch))[0] != case:
+                raise ValueError(f"{module}: two different cases are called {case.name!r} on sm_{arch}")
     return list(found.values())
 
 
@@ -97,8 +99,9 @@ def regressions(module: str, results: Iterable[Compiled], table: dict[str, Any])
 def compile_all(module: str) -> list[Compiled]:
     """Every row of a module."""
     results = compile_cases(module)
-    if getattr(importlib.import_module(module), "MORE", ()):
-        results += compile_cases(module, "MORE")
+    left = {(case.name, arch) for case, arch in rows(module)} - {(x.name, x.arch) for x in results}
+    if left:
+        results += compile_cases(module, "MORE", only=left)
     return results
 
 
