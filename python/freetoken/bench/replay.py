@@ -54,7 +54,7 @@ class CaptureDriver(BatchDriver):
 
     def _launch(self, batch: ScheduleBatch) -> Launched:
         if batch.prefills:
-            name = f"prefill-{batch.step_id - 1}" if self.prefill else None
+            name = f"prefill-{batch.step - 1}" if self.prefill else None
         else:
             index = batch.decodes[0].out_index - 1
             name = f"decode-{index}" if index in self.positions else None
@@ -77,12 +77,17 @@ class CaptureDriver(BatchDriver):
                 self._run([self.decode_batch(index)])
 
 
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """What the command line gives where a flag is left out; flags that may be given several values have none of their own."""
+    return [] if field.default is dataclasses.MISSING else field.default
+
+
 def _kept_flags(values: ServerArgs, config: Config) -> dict[str, Any]:
     """The flags with which a replay loads the same model: those not at their defaults, type and seed as they were decided."""
     given = {
         f.name: getattr(values, f.name)
         for f in dataclasses.fields(values)
-        if f.name not in _MACHINE and getattr(values, f.name) != f.default
+        if f.name not in _MACHINE and getattr(values, f.name) != _default(f)
     }
     return {**given, "dtype": config.dtype, "random_seed": config.random_seed, "model_path": config.model_path}
 
@@ -157,7 +162,7 @@ def run_flags(args: argparse.Namespace, recorded: dict[str, Any]) -> ServerArgs:
     values = ServerArgs(**cli.server_values(args, _RUN))
     known = {f.name: f for f in dataclasses.fields(ServerArgs)}
     for name, value in recorded.items():
-        if name in known and getattr(values, name) == known[name].default:
+        if name in known and getattr(values, name) == _default(known[name]):
             setattr(values, name, value)
     return values
 
