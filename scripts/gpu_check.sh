@@ -1,5 +1,12 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures, in about nine minutes.
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all of it, else the groups
+# that are named, so that a machine lent for minutes can do it in turns:
+#   tests     every test that needs a GPU
+#   ops       each fused op beside its reference and the roof
+#   dense     Qwen3-8B, without and with HTTP, and under a grammar
+#   hybrid    Qwen3.5-27B in bf16: steps, and a hit of a long prefix
+#   experts   mixtures of experts in bf16 and FP8
+#   packed    the 27B in 2 bits, without and with HTTP
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -30,6 +37,9 @@ experts=(--model-path benchmarks/configs/qwen3-30b-a3b --load-format dummy --dty
 experts_label="Qwen3-30B-A3B geometry, bf16, random weights"
 fp8=(--model-path benchmarks/configs/qwen3.5-35b-a3b-fp8 --load-format dummy --dtype bfloat16 --random-seed 1)
 fp8_label="Qwen3.5-35B-A3B geometry, FP8, random weights"
+# The same in 2 bits, rotated.
+packed=(--model-path benchmarks/configs/qwen3.5-27b-pq2 --load-format dummy --dtype bfloat16 --random-seed 1)
+packed_label="27B PQ2_0 random"
 input=1024
 output=256
 failed=()
@@ -65,8 +75,8 @@ part() {
 }
 
 start_server() {
-    "$python" -m freetoken.launch_server "${model[@]}" --port "$port" --context-length 4096 --max-running-requests 64 \
-        --cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64 --served-model-name qwen3-8b >"$log" 2>&1 &
+    # Arguments: those of the server.
+    "$python" -m freetoken.launch_server "$@" --port "$port" --context-length 4096 >"$log" 2>&1 &
     server=$!
     local deadline=$((SECONDS + 150))
     until "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/health', timeout=5)" 2>/dev/null; do
@@ -79,44 +89,92 @@ start_server() {
 }
 
 serving() {
+    # Arguments: streams, label, file of figures, tokens in.
     local streams=$1
-    "$python" -m freetoken.bench.serving --port "$port" --label "$label" --max-concurrency "$streams" \
-        --num-prompts $((streams > 2 ? 2 * streams : 4)) --random-input-len "$input" --random-output-len "$output" \
-        --warmup-requests "$streams" --flush-cache --disable-tqdm --seed "$streams" \
-        --output-file "$out/qwen3-8b-serving.jsonl"
+    "$python" -m freetoken.bench.serving --port "$port" --label "$2" --max-concurrency "$streams" \
+        --num-prompts $((streams > 2 ? 2 * streams : 4)) --random-input-len "$4" --random-output-len "$output" \
+        --warmup-requests "$streams" --flush-cache --disable-tqdm --seed "$streams" --output-file "$out/$3.jsonl"
+}
+
+running() {
+    [ -n "$server" ] && kill -0 "$server" 2>/dev/null
 }
 
 op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
 
-files=(ops qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit)
-files+=(qwen3-30b-a3b-one-batch qwen3.5-35b-a3b-fp8-one-batch)
-for name in "${files[@]}"; do
-    rm -f "$out/$name.jsonl"
-done
-part "GPU tests" "$python" -m pytest -q -m gpu --continue-on-collection-errors tests
-part "ops" op_figures
-part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
-    --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
-part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
-    --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
-part "one batch, hybrid" "$python" -m freetoken.bench.one_batch "${hybrid[@]}" --label "$hybrid_label" \
-    --shape "1x$input" 1x8192 "16x$input" --output-len 64 --repeats 2 --output "$out/qwen3.5-27b-one-batch.jsonl"
-part "one batch, experts" "$python" -m freetoken.bench.one_batch "${experts[@]}" --label "$experts_label" \
-    --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 --output "$out/qwen3-30b-a3b-one-batch.jsonl"
-part "one batch, FP8 experts" "$python" -m freetoken.bench.one_batch "${fp8[@]}" --label "$fp8_label" \
-    --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 \
-    --output "$out/qwen3.5-35b-a3b-fp8-one-batch.jsonl"
-part "prefix hit, hybrid" "$python" -m freetoken.bench.prefix_hit "${hybrid[@]}" --label "$hybrid_label" \
-    --max-running-requests 4 --context-length 9000 --output "$out/qwen3.5-27b-prefix-hit.jsonl"
-part "server start" start_server
-if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then
-    for streams in 1 16 64; do
-        part "serving, $streams streams" serving "$streams"
+wanted() {
+    # Whether the group was asked for; its old figures are then dropped, since those to come replace them.
+    local group=$1 name
+    shift
+    case " $groups " in *" $group "*) ;; *) return 1 ;; esac
+    for name in "$@"; do
+        rm -f "$out/$name.jsonl"
+        files+=("$name")
     done
+}
+
+known="tests ops dense hybrid experts packed"
+groups=${*:-$known}
+for group in $groups; do
+    case " $known " in
+        *" $group "*) ;;
+        *)
+            echo "error: there is no group $group; they are $known" >&2
+            exit 1
+            ;;
+    esac
+done
+files=()
+
+if wanted tests; then
+    # Most of the time goes to compiling, which several processes share.
+    part "GPU tests" "$python" -m pytest -q -m gpu -n 4 --continue-on-collection-errors tests
 fi
-part "server stop" stop_server
+if wanted ops ops; then
+    part "ops" op_figures
+fi
+if wanted dense qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving; then
+    part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
+        --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
+    part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
+        --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
+    part "server start" start_server "${model[@]}" --max-running-requests 64 --served-model-name qwen3-8b \
+        --cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64
+    if running; then
+        for streams in 1 16 64; do
+            part "serving, $streams streams" serving "$streams" "$label" qwen3-8b-serving "$input"
+        done
+    fi
+    part "server stop" stop_server
+fi
+if wanted hybrid qwen3.5-27b-one-batch qwen3.5-27b-prefix-hit; then
+    part "one batch, hybrid" "$python" -m freetoken.bench.one_batch "${hybrid[@]}" --label "$hybrid_label" \
+        --shape "1x$input" 1x8192 "16x$input" --output-len 64 --repeats 2 --output "$out/qwen3.5-27b-one-batch.jsonl"
+    part "prefix hit, hybrid" "$python" -m freetoken.bench.prefix_hit "${hybrid[@]}" --label "$hybrid_label" \
+        --max-running-requests 4 --context-length 9000 --output "$out/qwen3.5-27b-prefix-hit.jsonl"
+fi
+if wanted experts qwen3-30b-a3b-one-batch qwen3.5-35b-a3b-fp8-one-batch; then
+    part "one batch, experts" "$python" -m freetoken.bench.one_batch "${experts[@]}" --label "$experts_label" \
+        --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 --output "$out/qwen3-30b-a3b-one-batch.jsonl"
+    part "one batch, FP8 experts" "$python" -m freetoken.bench.one_batch "${fp8[@]}" --label "$fp8_label" \
+        --shape "1x$input" "8x$input" "64x$input" --output-len 64 --repeats 2 \
+        --output "$out/qwen3.5-35b-a3b-fp8-one-batch.jsonl"
+fi
+if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
+    part "one batch, 2 bits" "$python" -m freetoken.bench.one_batch "${packed[@]}" --label "$packed_label" \
+        --shape 1x128 1x8192 8x128 32x128 1x4096 --output-len 64 --repeats 2 \
+        --output "$out/qwen3.5-27b-pq2-one-batch.jsonl"
+    part "server start, 2 bits" start_server "${packed[@]}" --max-running-requests 32 --served-model-name qwen3.5-27b \
+        --cuda-graph-bs 1 2 4 8 16 24 32
+    if running; then
+        for streams in 1 8 32; do
+            part "serving in 2 bits, $streams streams" serving "$streams" "$packed_label" qwen3.5-27b-pq2-serving 128
+        done
+    fi
+    part "server stop, 2 bits" stop_server
+fi
 
 echo
 echo "Figures in $out:"

@@ -8,7 +8,7 @@ sources=(
     config_file.py crash_dump.py logs.py scheduler/steps.py scheduler/watchdog.py
     scheduler/radix.py scheduler/allocator.py scheduler/policy.py scheduler/scheduler.py scheduler/request.py
     scheduler/queue.py scheduler/preemption.py scheduler/grammar.py grammar
-    loader/gguf.py loader/tokenizer.py loader/checkpoint.py loader/ple_table.py loader/demo.py
+    loader/gguf.py loader/hadamard.py loader/packing.py loader/tokenizer.py loader/checkpoint.py loader/ple_table.py loader/demo.py
     models/config.py models/ple_config.py models/state.py models/parse.py models/parse_moe.py models/registry.py runner/memory.py
     runner/row_reader.py
     bench

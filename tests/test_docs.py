@@ -16,7 +16,7 @@ from freetoken.server_args import ServerArgs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXPECTED = ("quickstart", "server", "flags", "env", "architecture", "kernels", "metrics", "benchmarks")
+EXPECTED = ("quickstart", "formats", "server", "flags", "env", "architecture", "kernels", "metrics", "benchmarks")
 
 
 @pytest.fixture(scope="module")

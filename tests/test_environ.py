@@ -55,6 +55,7 @@ def test_an_empty_value_is_the_default(text: str) -> None:
         ("FREETOKEN_NUM_THREADS", "1.5"),
         ("FREETOKEN_NUM_THREADS", "-1"),
         ("FREETOKEN_LAUNCH_TIMEOUT", "nan"),
+        ("FREETOKEN_PQ2_ACTIVATION_GROUP", "33"),
         ("FREETOKEN_LAUNCH_TIMEOUT", "-3"),
     ],
 )

@@ -35,6 +35,8 @@ TORCH_FREE = (
     "models/parse_moe",
     "models/registry",
     "loader/gguf",
+    "loader/hadamard",
+    "loader/packing",
     "loader/tokenizer",
     "loader/checkpoint",
     "loader/ple_table",
@@ -59,7 +61,7 @@ ROOMS = {
     "grammar": {"grammar"},
     "runner": {"runner", "models", "kernels", "loader", "scheduler"},
     "models": {"models", "kernels", "runner"},
-    "loader": {"loader", "models"},
+    "loader": {"loader", "models", "kernels"},
     "kernels": {"kernels"},
 }
 # Finer than the rooms: the only files of the room on the right that the room on the left may use.
@@ -67,6 +69,8 @@ ONLY = {
     ("runner", "scheduler"): {"freetoken.scheduler.request"},
     # What a step looks like and where its KV lies: types that a model's forward takes.
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
+    # A weight that is decoded is turned back by the same reference that turns activations.
+    ("loader", "kernels"): {"freetoken.kernels.hadamard.reference"},
     ("server", "loader"): {"freetoken.loader.tokenizer", "freetoken.loader.demo"},
     ("server", "models"): {"freetoken.models.config", "freetoken.models.registry"},
     ("loader", "models"): {

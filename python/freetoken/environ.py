@@ -21,12 +21,16 @@ class EnvironmentValueError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
-    """One row of the table: ``name``, ``kind`` (``kernel``, ``bool``, ``int``, ``float`` or ``str``), default, meaning."""
+    """One row of the table: ``name``, ``kind`` (``kernel``, ``bool``, ``int``, ``float`` or ``str``), default, meaning.
+
+    ``choices``, where given, are the only values of an ``int``.
+    """
 
     name: str
     kind: Literal["kernel", "bool", "int", "float", "str"]
     default: str
     help: str
+    choices: tuple[int, ...] = ()
 
 
 _KERNEL_HELP = "`1` fused kernel on CUDA and reference elsewhere, `0` reference, `check` both, compared on every call"
@@ -54,6 +58,36 @@ TABLE: tuple[EnvVar, ...] = (
         "Gated DeltaNet over prompts and the gated norm after it: `1` fused kernels on CUDA and reference elsewhere, `0` "
         "flash-linear-attention on CUDA where `fla-core` is installed and reference elsewhere, `check` fused and reference, "
         "compared on every call.",
+    ),
+    EnvVar(
+        "FREETOKEN_FUSED_HADAMARD",
+        "kernel",
+        "1",
+        f"Inputs of rotated weights: norm or activation, signs, Walsh-Hadamard rotation, quantisation: {_KERNEL_HELP}.",
+    ),
+    EnvVar("FREETOKEN_PQ2_FUSED_GEMV", "kernel", "1", f"Products of few tokens with two-bit weights: {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PQ2_SINGLE_GEMV",
+        "kernel",
+        "1",
+        "Products of one token with two-bit weights, where `FREETOKEN_PQ2_FUSED_GEMV` is on: `1` a kernel of its own, `0` the "
+        "kernel of few tokens, `check` its own, compared with the reference on every call.",
+    ),
+    EnvVar("FREETOKEN_PQ2_FUSED_GEMM", "kernel", "1", f"Products of many tokens with two-bit weights: {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_PQ2_GEMM_FORM",
+        "str",
+        "auto",
+        "How many tokens are multiplied with two-bit weights: `int8` with integer tensor cores, `float` with tiles of weights decoded "
+        "to the model's type, `dense` with slices of weights decoded ahead, `auto` as is fastest for their number.",
+    ),
+    EnvVar(
+        "FREETOKEN_PQ2_ACTIVATION_GROUP",
+        "int",
+        "128",
+        "Neighbours that share a scale when an input of two-bit weights is quantised to eight bits: `128`, `64` or `32`; `0` "
+        "leaves inputs in floating point and multiplies with dequantised weights, slowly, for comparisons of accuracy.",
+        (0, 32, 64, 128),
     ),
     EnvVar("FREETOKEN_MOE_FUSED_ROUTE", "kernel", "1", f"Choice of experts and grouping of routes: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_MOE_FUSED_GEMM", "kernel", "1", f"Products of mixture-of-experts layers: {_KERNEL_HELP}."),
@@ -116,10 +150,12 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> bool | int | flo
         if row.kind == "str":
             return value
         number = int(value) if row.kind == "int" else float(value)
-        if not 0 <= number < float("inf"):
+        if not 0 <= number < float("inf") or (row.choices and number not in row.choices):
             raise ValueError(value)
         return number
     except (KeyError, ValueError):
+        if row.choices:
+            raise EnvironmentValueError(f"{name}={value!r}: one of {', '.join(map(str, row.choices))}") from None
         raise EnvironmentValueError(
             f"{name}={value!r}: not a valid {row.kind}{'' if row.kind == 'bool' else ' of at least 0'}"
         ) from None

@@ -53,7 +53,7 @@ class ServerArgs:
     load_format: str = _flag(
         "auto",
         "model",
-        "How weights are read; `dummy` makes random weights from a config alone.",
+        "How weights are read; `dummy` makes random weights from a config alone, packed where its `quantization_config` says `pq2`.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     served_model_name: str | None = _flag(
@@ -301,6 +301,7 @@ class Config:
         """JSON-ready values for ``/get_server_info``, without the key."""
         values = dataclasses.asdict(self)
         values["api_key"] = "set" if self.api_key else None
+        values["model"]["packed"] = self.model.packed and self.model.packed.summary()
         return values
 
 

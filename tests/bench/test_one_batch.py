@@ -101,7 +101,7 @@ def test_prompts_stay_below_the_sampled_vocabulary() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_weight_elements_against_a_list_of_tensors(tied: bool, bias: bool) -> None:
+def test_weight_bytes_against_a_list_of_tensors(tied: bool, bias: bool) -> None:
     model = dataclasses.replace(MODEL, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
     layer = [(16, 8), (8, 8), (8, 8), (8, 16), (16, 8), (16, 8), (8, 16), (8,), (8,), (4,), (4,)]
     if bias:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from iq_scalar import IQ_SCALAR
 
 from freetoken.errors import StartupError
 from freetoken.loader.gguf import TENSOR_TYPES, GGUFFile
@@ -137,6 +138,7 @@ SCALAR: dict[str, tuple[Callable[[bytes], list[float]], tuple[int, ...]]] = {
     "Q4_K": (q4_k, (0, 2)),
     "Q5_K": (q5_k, (0, 2)),
     "Q6_K": (q6_k, (208,)),
+    **IQ_SCALAR,
 }
 
 
@@ -152,6 +154,12 @@ def random_rows(name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
     for at in SCALAR[name][1]:
         scales = generator.standard_normal((rows, blocks, 1)).astype("<f2")
         packed[:, :, at : at + 2] = scales.view(np.uint8)
+    if (
+        name == "IQ1_M"
+    ):  # the scale is spread over the high nibbles of four words, the last with its sign and high exponent
+        packed[:, :, 55] = packed[:, :, 55] & 0x8F | 0x30
+    if name == "MXFP4":  # an exponent
+        packed[:, :, 0] = generator.integers(100, 150, (rows, blocks))
     return packed.reshape(rows, -1)
 
 
@@ -212,11 +220,11 @@ def test_tensor_is_decoded_in_chunks(
 
 def test_unserved_type_names_the_tensor(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
-    writer.add_tensor("t", np.zeros((2, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+    writer.add_tensor("t", np.zeros((2, 18), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q1_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFFile.open(tmp_path / "one.gguf")
-    with pytest.raises(StartupError, match="'t' has type IQ2_XXS"):
+    with pytest.raises(StartupError, match="'t' has type Q1_0"):
         decode_tensor(file, file.tensors["t"], torch.float32)

@@ -7,47 +7,20 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
+from gguf_bytes import array, container, pair, row, string
 from make_tiny_model import make_tiny_model
 
 from freetoken.errors import StartupError
 from freetoken.loader.checkpoint import open_checkpoint
-from freetoken.loader.gguf import TENSOR_TYPES, GGUFFile
+from freetoken.loader.gguf import PRIVATE_IDS, TENSOR_TYPES, GGUFFile
+from freetoken.loader.stream import stream_tensors
 from freetoken.loader.tokenizer import load_tokenizer
-
-
-def string(text: str | bytes) -> bytes:
-    data = text.encode() if isinstance(text, str) else text
-    return struct.pack("<Q", len(data)) + data
-
-
-def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
-    return string(key) + struct.pack("<I", kind) + value
-
-
-def array(kind: int, count: int, values: bytes) -> bytes:
-    return struct.pack("<IQ", kind, count) + values
-
-
-def row(name: str | bytes, dims: list[int], kind: int, offset: int) -> bytes:
-    return string(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}QIQ", *dims, kind, offset)
-
-
-def container(
-    pairs: list[bytes],
-    rows: list[bytes],
-    data: bytes = b"",
-    *,
-    version: int = 3,
-    counts: tuple[int, int] | None = None,
-    align: int = 32,
-) -> bytes:
-    tensors, keys = counts or (len(rows), len(pairs))
-    head = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(pairs) + b"".join(rows)
-    return head + bytes(-len(head) % align) + data
 
 
 def opened(tmp_path: Path, data: bytes) -> GGUFFile:
@@ -112,6 +85,9 @@ def test_nested_and_empty_arrays_version_2_and_alignment(tmp_path: Path) -> None
 def test_type_table_matches_the_package() -> None:
     packed = {kind.value: (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     for type_id, kind in TENSOR_TYPES.items():
+        if type_id in PRIVATE_IDS:
+            assert type_id not in packed
+            continue
         assert packed[type_id] == (kind.name, kind.block_elements, kind.block_bytes)
 
 
@@ -146,7 +122,19 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "dimensions": (container([], [row("t", [1] * 5, 0, 0)], bytes(64)), "5 dimensions"),
     "no dimensions": (container([], [row("t", [], 0, 0)], bytes(64)), "0 dimensions"),
     "empty tensor": (container([], [row("t", [4, 0], 0, 0)], bytes(64)), "empty"),
-    "type id": (container([], [row("t", [4], 142, 0)], bytes(64)), "type id 142"),
+    "type id": (container([], [row("t", [4], 43, 0)], bytes(64)), "'t' has the unknown type id 43"),
+    "private id, block": (container([], [row("t", [4], 142, 0)], bytes(64)), "'t' has type id 142, but not the size"),
+    "private id, larger": (container([], [row("t", [128], 142, 0)], bytes(96)), "'t' has type id 142, but not the size"),
+    "private id, smaller": (
+        container([], [row("t", [256], 143, 0), row("u", [8], 0, 32)], bytes(64)), "'t' has type id 143, but not the size"
+    ),
+    "two bits, neither": (container([], [row("t", [1024], 42, 0)], bytes(280)), "'t' has type id 42.* neither"),
+    "two bits, each its own": (
+        container([], [row("t", [4096], 42, 0), row("u", [4096], 42, 1152)], bytes(1152 + 1088)),
+        "type id 42.* neither groups of 64 nor of 128",
+    ),
+    "two bits, ambiguous": (container([], [row("t", [128], 42, 0), row("u", [8], 0, 64)], bytes(96)), "'t' .* cannot be told"),
+    "two bits, odd rows": (container([], [row("t", [96], 42, 0)], bytes(32)), "'t' has type id 42.* neither"),
     "block multiple": (container([], [row("t", [48], 8, 0)], bytes(64)), "multiple of the Q8_0 block"),
     "beyond the end": (container([], [row("t", [64], 0, 0)], bytes(64)), "truncated"),
     "overflow": (container([], [row("t", [2**63, 2**63], 0, 0)], bytes(64)), "truncated"),
@@ -210,33 +198,67 @@ def _mutations(rng: random.Random, head: int) -> list[Callable[[bytearray], None
     return [flip, flip, wild_count, small_number, cut_out, repeat, truncate]
 
 
-def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    """Whatever the bytes, the answer is a checkpoint or a StartupError, in memory proportional to the file."""
-    source = make_tiny_model(
-        tmp_path / "seed.gguf", format="gguf", quant="q4_0", num_layers=1, hidden_size=32, num_heads=2,
-        num_kv_heads=1, intermediate_size=32, tokenizer_vocab=270,
-    )  # fmt: skip
-    seed, rng, path = source.read_bytes(), random.Random(20240607), tmp_path / "mutated.gguf"
+SEEDS: dict[str, dict[str, Any]] = {
+    "plain": {
+        "quant": "q4_0", "num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32,
+    },
+    "rotated hybrid": {
+        "arch": "qwen3_5", "quant": "pq2_0", "hidden_size": 128, "intermediate_size": 128, "num_layers": 2, "num_heads": 4,
+        "num_kv_heads": 1, "head_dim": 32, "layer_pattern": "lf", "linear_value_dim": 32, "linear_value_heads": 4,
+        "hadamard": 64, "gdn_v_grouped": True, "mtp": 1,
+    },
+    "two bits": {
+        "arch": "qwen3", "quant": "q2_0_g128", "num_layers": 1, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128,
+        "hadamard": 128, "tied": True,
+    },
+}  # fmt: skip
+
+
+def mutate_and_open(name: str, turns: int, traced: int, seed: int, tmp_path: Path) -> tuple[int, int, int]:
+    """Files read, files refused, and the most memory that was held over the first ``traced`` of them.
+
+    Whatever the bytes, the answer is a checkpoint, whose weights and tokenizer can be read, or a StartupError.
+    """
+    source = make_tiny_model(tmp_path / "seed.gguf", format="gguf", tokenizer_vocab=270, **SEEDS[name])
+    data, rng, path = source.read_bytes(), random.Random(seed), tmp_path / "mutated.gguf"
     head = min(tensor.offset for tensor in GGUFFile.open(source).tensors.values())
     mutations = _mutations(rng, head)
     read = refused = peak = 0
     tracemalloc.start()
-    for turn in range(2000):
-        if turn == 500:  # tracing costs most of the time
+    for turn in range(turns):
+        if turn == traced:  # tracing costs most of the time
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-        data = bytearray(seed)
-        rng.choice(mutations)(data)
+        changed = bytearray(data)
+        rng.choice(mutations)(changed)
         path.unlink(missing_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(changed)
         try:
             file = GGUFFile.open(path)
-            for name, tensor in file.tensors.items():
-                assert len(file.raw(name)) == tensor.nbytes
-            load_tokenizer(open_checkpoint(path))
+            for key, tensor in file.tensors.items():
+                assert len(file.raw(key)) == tensor.nbytes
+            checkpoint = open_checkpoint(path)
+            load_tokenizer(checkpoint)
+            if turn % 10 == 0:
+                assert sum(1 for _ in stream_tensors(checkpoint, torch.float32))
             read += 1
         except StartupError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert read > 100 and refused > 1000
+    return read, refused, peak
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    read, refused, peak = mutate_and_open(name, 600, 150, 20240607, tmp_path)
+    assert read > 30 and refused > 200
+    assert 0 < peak < 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDS)
+def test_ten_thousand_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Over the three kinds of file."""
+    read, refused, peak = mutate_and_open(name, 3400, 3399, 4, tmp_path)
+    assert read > 200 and refused > 1000
     assert 0 < peak < 16 * 2**20

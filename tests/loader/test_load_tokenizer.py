@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import regex
 from make_tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, TRAINING_TEXT, make_tiny_model
-from rewrite_gguf import rewrite_metadata
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
@@ -24,6 +23,7 @@ from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.gguf_tokenizer import PRE_TOKENIZERS
 from freetoken.loader.tokenizer import Tokenizer, load_tokenizer
+from rewrite_gguf import rewrite_metadata
 
 TEXTS = [
     "",

@@ -59,6 +59,8 @@ HYBRID: dict[str, object] = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+# The same with weights of 2 bits, rotated.
+PACKED: dict[str, object] = {**HYBRID, "quantization_config": {"quant_method": "pq2", "hadamard_block": 128}}
 QWEN3_5_27B_LAYERS: dict[str, object] = {
     **HYBRID,
     "hidden_size": 5120,
@@ -72,6 +74,9 @@ QWEN3_5_27B_LAYERS: dict[str, object] = {
     "linear_value_head_dim": 128,
     "vocab_size": 248320,
 }
+
+
+PACKED_27B_LAYERS = {**QWEN3_5_27B_LAYERS, "quantization_config": {"quant_method": "pq2"}}
 
 
 def make_config(
@@ -118,6 +123,8 @@ SIZES = [
     pytest.param(HYBRID, id="hybrid"),
     pytest.param(QWEN3_8B_LAYERS, id="8b", marks=pytest.mark.gpu),
     pytest.param(QWEN3_5_27B_LAYERS, id="hybrid 27b", marks=pytest.mark.gpu),
+    pytest.param(PACKED, id="packed", marks=pytest.mark.gpu),
+    pytest.param(PACKED_27B_LAYERS, id="packed 27b", marks=pytest.mark.gpu),
 ]
 FAMILIES = pytest.mark.parametrize("geometry", SIZES[:2])
 
@@ -207,8 +214,14 @@ def test_a_prefix_hit_gives_the_text_of_a_cold_start(geometry: dict[str, object]
     assert same >= 24 if GPU else warm == cold
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_packed_weights_replay_as_eager(count: int, tmp_path: Path) -> None:
+    """Without a GPU: the buckets and buffers of packed layers, of which each step makes quantised inputs anew."""
+    test_replay_equals_eager_bit_for_bit(PACKED, count, tmp_path)
+
+
 @pytest.mark.gpu
-@FAMILIES
+@pytest.mark.parametrize("geometry", [*SIZES[:2], pytest.param(PACKED, id="packed")])
 def test_a_step_never_waits_for_the_gpu(geometry: dict[str, object], tmp_path: Path) -> None:
     """Launching decode and prefill steps reads nothing back, not even off checkpoints: only collecting does."""
     config = make_config(tmp_path, (1, 2, 4), geometry, overlap=True)

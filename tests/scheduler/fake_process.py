@@ -8,10 +8,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from freetoken.grammar.compiler import GrammarCompiler
+from freetoken.scheduler import process
 from freetoken.scheduler.process import run_scheduler
 from freetoken.server_args import Config
 from scheduler import fake_runner
 from scheduler.fake_runner import FakeRunner
+from server.fakes import ByteTokenizer
 
 DELAY = 0.002
 
@@ -37,6 +40,8 @@ class ProcessRunner(FakeRunner):
 
 def run_on_fake_runner(config: Config, folder: str) -> int:
     """The child's entry in tests of the whole server."""
-    fake_runner.VOCAB = 303  # that of the byte tokenizer
+    fake_runner.VOCAB = config.sample_vocab
+    fake_runner.COMPILER = GrammarCompiler(ByteTokenizer, config.sample_vocab, config.model.eos_token_ids)
+    process.tokenizer_of = lambda _: ByteTokenizer()  # type: ignore[assignment]
     sys.modules["freetoken.runner.model_runner"] = SimpleNamespace(ModelRunner=ProcessRunner)  # type: ignore[assignment]
     return run_scheduler(config, folder)

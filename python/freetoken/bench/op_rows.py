@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from freetoken.bench import op_rows_packed
 from freetoken.kernels.dispatch import Choice
 
 Tensors = tuple[torch.Tensor, ...]
@@ -25,7 +26,8 @@ class Case:
     """One op at one shape. ``fused`` and ``reference`` return the outputs to compare; ``exact`` asks for equality.
 
     ``bytes`` and ``flops`` are what the op must move and compute at least; 0 where that is not its limit. ``model`` names the
-    geometry of the full sizes. With ``uncaptured`` both are also timed outside a graph, and their launches counted.
+    geometry of the full sizes. With ``uncaptured`` both are also timed outside a graph, and their launches counted. ``calls`` are in
+    a timed graph. ``compared`` makes of either side's outputs what is compared, where that is something else.
     """
 
     shape: dict[str, int]
@@ -36,6 +38,8 @@ class Case:
     exact: bool = False
     model: str = "Qwen3-8B"
     uncaptured: bool = False
+    calls: int = 20
+    compared: Callable[[Tensors], Tensors] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
     ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
     and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
-    n-grams are hashed."""
+    n-grams are hashed; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
+    rotation block and ``rotated_head`` the head width of the gated norm before it."""
 
     hidden: int = 4096
     ffn: int = 12288
@@ -67,6 +72,21 @@ class Sizes:
     moe_tokens: tuple[int, ...] = (1, 8, 64, 2048)
     ple_batches: tuple[int, ...] = (1, 4, 8)
     ple_prompts: tuple[int, ...] = (512, 2048, 16384)
+    packed_shapes: tuple[tuple[int, int], ...] = (
+        (34816, 5120),
+        (5120, 17408),
+        (16384, 5120),
+        (14336, 5120),
+        (5120, 6144),
+        (248320, 5120),
+    )
+    packed_tokens: tuple[int, ...] = tuple(range(1, 17))
+    packed_bytes: int = 450 * 10**6
+    packed_hidden: int = 5120
+    packed_ffn: int = 17408
+    packed_prompts: tuple[int, ...] = (32, 64, 256, 1024, 4096)
+    rotation: int = 1024
+    rotated_head: int = 128
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -93,6 +113,14 @@ SMALL = Sizes(
     moe_tokens=(1, 3),
     ple_batches=(1, 3),
     ple_prompts=(5, 40),
+    packed_shapes=((40, 256), (24, 384)),
+    packed_tokens=(1, 3),
+    packed_bytes=2**13,
+    packed_hidden=384,
+    packed_ffn=256,
+    packed_prompts=(17,),
+    rotation=64,
+    rotated_head=64,
     dtype=torch.float32,
 )
 
@@ -481,6 +509,18 @@ def ple_mix(device: str, sizes: Sizes) -> list[Case]:
     return mix_cases(device, sizes)
 
 
+def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.pq2_rows import product_cases
+
+    return product_cases(device, sizes)
+
+
+def pq2_quantise(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.pq2_rows import quantise_cases
+
+    return quantise_cases(device, sizes)
+
+
 OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "rms_norm": rms_norm,
     "rope_kv": rope_kv,
@@ -500,4 +540,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "ple_hash": ple_hash,
     "ple_gather": ple_gather,
     "ple_mix": ple_mix,
+    "pq2_gemv": pq2_gemv,
+    "pq2_quantise": pq2_quantise,
+    **op_rows_packed.OPS,
 }

@@ -40,7 +40,19 @@ NAMES = (
     "ple_hash",
     "ple_gather",
     "ple_mix",
+    "pq2_gemv",
+    "pq2_quantise",
+    "rotated_norm",
+    "rotated_silu",
+    "rotated_gated_norm",
+    "rotated",
+    "pq2_gemm_int8",
+    "pq2_gemm_float",
+    "pq2_gemm_dense",
 )
+
+CHAIN = "pq2_chain"
+"""Not an op: all products of a token with two-bit weights, in one graph."""
 
 
 class OpCheckError(FreetokenError):
@@ -52,7 +64,8 @@ def check(name: str, case: Case) -> float:
     from freetoken.kernels import checking
 
     worst = 0.0
-    for index, (actual, expected) in enumerate(zip(case.fused(), case.reference(), strict=True)):
+    view = case.compared or (lambda outputs: outputs)
+    for index, (actual, expected) in enumerate(zip(view(case.fused()), view(case.reference()), strict=True)):
         where = f"{name} {case.shape}, output {index}"
         if case.exact:
             wrong = int((actual != expected).sum())
@@ -67,8 +80,8 @@ def check(name: str, case: Case) -> float:
     return worst
 
 
-def graph_microseconds(call: Callable[[], object]) -> float:
-    """Median microseconds of one ``call`` among :data:`GRAPH_CALLS` in a replayed CUDA graph."""
+def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> float:
+    """Median microseconds of one ``call`` among ``calls`` in a replayed CUDA graph."""
     import torch
 
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -78,10 +91,10 @@ def graph_microseconds(call: Callable[[], object]) -> float:
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
+        for _ in range(calls):
             call()
     seconds = [roof.timer("cuda")(graph.replay, REPLAYS) for _ in range(3)]
-    return statistics.median(seconds) / GRAPH_CALLS * 1e6
+    return statistics.median(seconds) / calls * 1e6
 
 
 def eager_microseconds(call: Callable[[], object]) -> float:
@@ -91,7 +104,7 @@ def eager_microseconds(call: Callable[[], object]) -> float:
 
 def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
     """The figure of one checked case. ``bandwidth`` is bytes a second, ``rate`` FLOPs a second."""
-    us = graph_microseconds(case.fused)
+    us = graph_microseconds(case.fused, case.calls)
     outside: dict[str, float] = {}
     if case.uncaptured:
         for prefix, call in (("", case.fused), ("reference_", case.reference)):
@@ -128,7 +141,10 @@ def _sides(figure: dict[str, Any]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="python -m freetoken.bench.ops", description="Check and time fused ops.")
-    result.add_argument("op", nargs="+", choices=(*NAMES, "all"))
+    result.add_argument("op", nargs="+", choices=(*NAMES, CHAIN, "all"))
+    result.add_argument("--tune", action="store_true", help="Tune the settings of pq2_gemv first, and write its table.")
+    result.add_argument("--tune-seconds", type=int, default=150, help="Time for --tune, about (default: %(default)s).")
+    result.add_argument("--tune-copy", help="Write the table to this path as well.")
     result.add_argument("--output", help="Append the figures as JSON lines.")
     return result
 
@@ -141,11 +157,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from freetoken.bench.op_rows import OPS, Sizes
 
-    names = NAMES if "all" in args.op else tuple(dict.fromkeys(args.op))
+    cli.require_at_least(args, {"tune_seconds": 1})
+    names = (*NAMES, CHAIN) if "all" in args.op else tuple(dict.fromkeys(args.op))
     bandwidth, rate = roof.measure("cuda", "bfloat16")
     found: list[dict[str, Any]] = []
     red: list[str] = []
-    for name in names:
+    if args.tune or CHAIN in names:
+        found += _chain(args, bandwidth, CHAIN in names)
+    for name in (name for name in names if name != CHAIN):
         torch.manual_seed(0)
         try:
             with torch.inference_mode():
@@ -158,17 +177,37 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for figure, case in zip(timed, cases):
             shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
             print(
-                f"{name:<13} {shape:<34} {figure['us']:9.2f} us, reference {figure['reference_eager_us']:9.2f} us eager, "
+                f"{name:<18} {shape:<34} {figure['us']:9.2f} us, reference {figure['reference_eager_us']:9.2f} us eager, "
                 f"roof {figure['roof']:8.2f} us ({figure['share']:.1%})",
                 flush=True,
             )
             if case.uncaptured:
                 print(f"{'':<13} {'outside a graph':<34} {_sides(figure)}", flush=True)
         found += timed
+    if CHAIN in names or "pq2_gemv" in names:
+        from freetoken.bench import pq2
+
+        print("\n".join(pq2.summary(found)), flush=True)
     if red:
         if args.output:
             figures.append(args.output, found)
         raise OpCheckError("; ".join(red))
+    return found
+
+
+def _chain(args: argparse.Namespace, bandwidth: float, timed: bool) -> list[dict[str, Any]]:
+    """Tune where asked for, and time the chain of products."""
+    import torch
+
+    from freetoken.bench import pq2
+
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        chain = pq2.Chain.random(pq2.model_order())
+        found = pq2.tune(chain, args.tune_seconds, args.tune_copy) if args.tune else []
+        found += pq2.chain_figures(chain, bandwidth) if timed else []
+    del chain
+    torch.cuda.empty_cache()
     return found
 
 

@@ -57,7 +57,7 @@ def weight_bytes_read(model: ModelConfig, *, requests: int, dtype: str) -> float
     unread = () if model.tie_word_embeddings else (EMBEDDING,)
     used = experts_read(model, requests)
     return sum(
-        tensor_bytes(name, shape, shapes, ELEMENT_BYTES[dtype]) * (used if EXPERTS in name else 1.0)
+        tensor_bytes(name, shape, shapes, ELEMENT_BYTES[dtype], model.packed) * (used if EXPERTS in name else 1.0)
         for name, shape in shapes.items()
         if name not in unread
     )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from freetoken.errors import StartupError
-from freetoken.loader.gguf import GGUFFile
-from freetoken.loader.gguf_config import hf_config_from_gguf
+from freetoken.loader.gguf import GGUFFile, GGUFTensor
+from freetoken.loader.gguf_config import hf_config_from_gguf, mtp_blocks
+from freetoken.loader.hadamard import Hadamard, read_hadamard
 from freetoken.loader.names import (
     DECODABLE_TYPES,
+    MTP,
+    PACKABLE_TYPES,
     ROPE_FACTORS,
     SCALE_SUFFIX,
     STACKED_DOWN,
     STACKED_GATE_UP,
     canonical_name,
     expected_tensors,
+    is_gguf_mtp,
     is_ignorable,
     is_scale,
     scale_name,
@@ -24,6 +29,7 @@ from freetoken.loader.names import (
     set_aside,
     stored_name,
 )
+from freetoken.loader.packing import packing_from_config, plan_packing
 from freetoken.loader.ple_table import GGUF_TABLE, TableSource, belongs_to_table, find_gguf_table, find_tables
 from freetoken.loader.safetensors import FLOAT_DTYPES, FP8_DTYPE, StoredTensor, index_folder, read_json
 from freetoken.models.config import ModelConfig
@@ -49,9 +55,9 @@ class Checkpoint:
     dictionary after overrides, with the keys of a ``text_config`` at the top (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
     (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
     the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
-    tower, multi-token prediction) by the name of the part; they are not read. ``scales`` are block scales by canonical name that are needed only to
-    dequantise tensors that the model does not hold in FP8. ``tables`` says where the n-gram tables lie, one for each layer that has one;
-    ``None`` for a model without or the load format ``dummy``.
+    tower, multi-token prediction) by the name of the part; they are not read. ``hadamard`` is the rotation of a GGUF's weights.
+    ``scales`` are block scales by canonical name that are needed only to dequantise tensors that the model does not hold in FP8.
+    ``tables`` says where the n-gram tables lie, one for each layer that has one; ``None`` for a model without or the load format ``dummy``.
     """
 
     kind: str
@@ -63,7 +69,8 @@ class Checkpoint:
     gguf: GGUFFile | None
     stored: dict[str, StoredTensor]
     gguf_names: dict[str, str]
-    aside: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    aside: dict[str, list[StoredTensor | GGUFTensor]] = field(default_factory=dict)
+    hadamard: Hadamard | None = None
     scales: dict[str, StoredTensor] = field(default_factory=dict)
     tables: list[TableSource] | None = None
 
@@ -132,7 +139,13 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
     name = folder.resolve().name
-    model = parse_hf_config(config, generation, name, source=str(folder / "config.json"))
+    source = str(folder / "config.json")
+    model = parse_hf_config(config, generation, name, source=source)
+    model = dataclasses.replace(model, packed=packing_from_config(config, model, source))
+    if model.packed is not None and weights:
+        raise StartupError(
+            f"{folder}: 2-bit weights are read from .gguf files; a folder can only ask for --load-format dummy"
+        )
     found, aside = _name_stored(index_folder(folder), model) if weights else ({}, {})
     tables = None
     if weights and model.ple is not None:
@@ -157,10 +170,10 @@ def _open_folder(folder: Path, overrides: dict[str, Any], weights: bool) -> Chec
 
 def _name_stored(
     found: dict[str, StoredTensor], model: ModelConfig
-) -> tuple[dict[str, StoredTensor], dict[str, list[StoredTensor]]]:
+) -> tuple[dict[str, StoredTensor], dict[str, list[StoredTensor | GGUFTensor]]]:
     """Tensors by their canonical names, and those of parts that are not served by the name of the part."""
     named: dict[str, StoredTensor] = {}
-    aside: dict[str, list[StoredTensor]] = {}
+    aside: dict[str, list[StoredTensor | GGUFTensor]] = {}
     for name, tensor in found.items():
         part = set_aside(name, model)
         if part is not None:
@@ -233,9 +246,22 @@ def _check_float(tensor: StoredTensor) -> None:
 
 def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
     file = GGUFFile.open(path)
+    hadamard = read_hadamard(file)
     config = _lay_over(hf_config_from_gguf(file), overrides)
+    if config.get("quantization_config") is not None:
+        raise StartupError(
+            f"{path}: quantization_config cannot be laid over a GGUF file, whose tensors say what they are"
+        )
     model = parse_hf_config(config, None, path.stem, source=str(path))
-    names = _select_gguf(file, model) if weights else {}
+    # Converters store the norm weights of hybrid models as they are used.
+    model = dataclasses.replace(model, zero_centred_norm=False)
+    names: dict[str, str] = {}
+    aside: dict[str, list[StoredTensor | GGUFTensor]] = {}
+    if weights or any(tensor.type_name in PACKABLE_TYPES for tensor in file.tensors.values()):
+        names, aside = _select_gguf(file, model)
+        model = dataclasses.replace(model, packed=plan_packing(file, names, model, hadamard))
+    if not weights:
+        names, aside = {}, {}
     return Checkpoint(
         kind="gguf",
         path=path,
@@ -246,30 +272,44 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
         gguf=file,
         stored={},
         gguf_names=names,
+        aside=aside,
+        hadamard=hadamard,
         tables=[find_gguf_table(file, model.ple)] if weights and model.ple is not None else None,
     )
 
 
-def _select_gguf(file: GGUFFile, model: ModelConfig) -> dict[str, str]:
-    """Canonical name to GGUF name of the expected tensors, in file order."""
+def _select_gguf(
+    file: GGUFFile, model: ModelConfig
+) -> tuple[dict[str, str], dict[str, list[StoredTensor | GGUFTensor]]]:
+    """Canonical name to GGUF name of the expected tensors, in file order, and tensors of parts that are not served."""
     expected = expected_tensors(model)
+    hybrid = bool(model.layer_types)
+    blocks = model.num_layers + mtp_blocks(file)
     names: dict[str, str] = {}
+    aside: dict[str, list[StoredTensor | GGUFTensor]] = {}
     for source, tensor in file.tensors.items():
         if source == ROPE_FACTORS or (source == GGUF_TABLE and model.ple is not None):
             continue
-        name = canonical_name(source)
+        if hybrid and is_gguf_mtp(source, model, blocks):
+            aside.setdefault(MTP, []).append(tensor)
+            continue
+        name = canonical_name(source, hybrid)
         if name is None or name not in expected:
             if name is not None and is_ignorable(name, model):
                 continue
             raise StartupError(
                 f"{file.path}: tensor {source!r} is not part of a {model.architecture} with these metadata"
             )
-        if tensor.type_name not in DECODABLE_TYPES:
+        if tensor.type_name not in DECODABLE_TYPES and tensor.type_name not in PACKABLE_TYPES:
             raise StartupError(f"{file.path}: tensor {source!r} has type {tensor.type_name}, which is not served")
-        _check_shape(file.path, source, tensor.shape, expected[name])
+        shape = expected[name]
+        # Converters drop the axis of one channel a group.
+        _check_shape(
+            file.path, source, tensor.shape, (shape[0], shape[2]) if name.endswith(".conv1d.weight") else shape
+        )
         names[name] = source
     _check_complete(file.path, expected, names)
-    return names
+    return names, aside
 
 
 def _check_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

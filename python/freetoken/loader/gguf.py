@@ -75,7 +75,14 @@ TENSOR_TYPES: dict[int, TensorType] = {
     39: TensorType("MXFP4", 32, 17),
     40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18),
+    142: TensorType("PQ2_0", 128, 34),
+    143: TensorType("PTQ1_0", 128, 28),
 }
+# Two layouts go by this one id; which of them a file holds is told by the distances between its tensors.
+AMBIGUOUS_ID = 42
+AMBIGUOUS_TYPES = (TensorType("Q2_0", 64, 18), TensorType("Q2_0_G128", 128, 34))
+# Ids that other writers use for types of their own: taken for ours only where the sizes fit exactly.
+PRIVATE_IDS = (142, 143)
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -98,20 +105,32 @@ _U64 = struct.Struct("<Q")
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """One row of the tensor table. ``shape`` is in torch order (contiguous axis last); ``offset`` counts from the start
-    of the file; ``nbytes`` is the stored size without padding."""
+    of the file."""
 
     name: str
     shape: tuple[int, ...]
     type_id: int
-    type_name: str
+    packing: TensorType
     offset: int
-    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        return self.packing.name
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size without padding."""
+        return stored_bytes(self.shape, self.packing)
 
     @property
     def row_bytes(self) -> int:
         """Stored bytes of one row (the last axis)."""
-        packing = TENSOR_TYPES[self.type_id]
-        return self.shape[-1] // packing.block_elements * packing.block_bytes
+        return stored_bytes(self.shape[-1:], self.packing)
+
+
+def stored_bytes(shape: tuple[int, ...], packing: TensorType) -> int:
+    """Bytes of a tensor of ``shape`` whose rows are whole blocks of ``packing``."""
+    return math.prod(shape) // packing.block_elements * packing.block_bytes
 
 
 class _Cursor:
@@ -303,8 +322,18 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of the table as it is stored: ``offset`` counts from the start of the data section."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUFTensor]:
-    rows: dict[str, GGUFTensor] = {}
+    rows: dict[str, _Row] = {}
     for index in range(count):
         row = _read_tensor_row(cursor, index)
         if row.name in rows:
@@ -314,14 +343,25 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUF
         rows[row.name] = row
     data_start = -(-cursor.position // alignment) * alignment
     file_size = len(cursor.data)
+    spaces = _Spaces(list(rows.values()), file_size - data_start, alignment)
+    types = {**TENSOR_TYPES, AMBIGUOUS_ID: _ambiguous_type(cursor, list(rows.values()), spaces)}
     placed: dict[str, GGUFTensor] = {}
     for row in rows.values():
-        offset = data_start + row.offset
-        if offset + row.nbytes > file_size:
+        packing = types[row.type_id]
+        if row.type_id in PRIVATE_IDS and not spaces.fit(row, packing):
             cursor.fail(
-                f"tensor {row.name!r} ends at byte {offset + row.nbytes}, but the file has {file_size}; it is truncated or damaged"
+                f"tensor {row.name!r} has type id {row.type_id}, but not the size of a {packing.name}: the file is damaged, or the id means another type there"
             )
-        placed[row.name] = GGUFTensor(row.name, row.shape, row.type_id, row.type_name, offset, row.nbytes)
+        tensor = GGUFTensor(row.name, row.shape, row.type_id, packing, data_start + row.offset)
+        if row.shape[-1] % packing.block_elements:
+            cursor.fail(
+                f"tensor {row.name!r} has rows of {row.shape[-1]} elements, not a multiple of the {packing.name} block of {packing.block_elements}"
+            )
+        if tensor.offset + tensor.nbytes > file_size:
+            cursor.fail(
+                f"tensor {row.name!r} ends at byte {tensor.offset + tensor.nbytes}, but the file has {file_size}; it is truncated or damaged"
+            )
+        placed[row.name] = tensor
     in_order = sorted(placed.values(), key=lambda row: row.offset)
     for before, after in pairwise(in_order):
         if before.offset + before.nbytes > after.offset:
@@ -329,8 +369,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUF
     return placed
 
 
-def _read_tensor_row(cursor: _Cursor, index: int) -> GGUFTensor:
-    """Row ``index`` of the table, its offset still relative to the data section."""
+def _read_tensor_row(cursor: _Cursor, index: int) -> _Row:
     name = cursor.name(f"the name of tensor {index}")
     what = f"the table entry of tensor {name!r}"
     dimensions = cursor.scalar("<I", what)
@@ -339,15 +378,47 @@ def _read_tensor_row(cursor: _Cursor, index: int) -> GGUFTensor:
     shape = tuple(cursor.scalar("<Q", what) for _ in range(dimensions))[::-1]
     type_id = cursor.scalar("<I", what)
     offset = cursor.scalar("<Q", what)
-    packing = TENSOR_TYPES.get(type_id)
-    if packing is None:
+    if type_id not in TENSOR_TYPES and type_id != AMBIGUOUS_ID:
         cursor.fail(f"tensor {name!r} has the unknown type id {type_id}")
-    elements = math.prod(shape)
-    if elements == 0:
+    if math.prod(shape) == 0:
         cursor.fail(f"tensor {name!r} has an empty dimension in its shape {list(shape)}")
-    if shape[-1] % packing.block_elements:
+    return _Row(name, shape, type_id, offset)
+
+
+class _Spaces:
+    """The bytes from each tensor to the next one, or to the end of the file."""
+
+    def __init__(self, rows: list[_Row], data_bytes: int, alignment: int) -> None:
+        self._alignment = alignment
+        self._end = data_bytes
+        offsets = sorted({row.offset for row in rows})
+        self._next = dict(pairwise([*offsets, data_bytes]))
+
+    def fit(self, row: _Row, packing: TensorType) -> bool:
+        """Whether ``row`` is of whole blocks of ``packing`` and has exactly the room that these need."""
+        if row.shape[-1] % packing.block_elements:
+            return False
+        size = stored_bytes(row.shape, packing)
+        space = self._next[row.offset] - row.offset
+        padded = -(-size // self._alignment) * self._alignment
+        return space == padded or (space == size and row.offset + size == self._end)
+
+
+def _ambiguous_type(cursor: _Cursor, rows: list[_Row], spaces: _Spaces) -> TensorType:
+    """The one layout of :data:`AMBIGUOUS_TYPES` that fits all tensors with :data:`AMBIGUOUS_ID`."""
+    asked = [row for row in rows if row.type_id == AMBIGUOUS_ID]
+    if not asked:
+        return AMBIGUOUS_TYPES[0]
+    unfit = {kind: next((row for row in asked if not spaces.fit(row, kind)), None) for kind in AMBIGUOUS_TYPES}
+    fitting = [kind for kind, row in unfit.items() if row is None]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
         cursor.fail(
-            f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of the {packing.name} block of {packing.block_elements}"
+            f"tensor {asked[0].name!r} has type id {AMBIGUOUS_ID}, and the offsets fit groups of 64 as well as of 128, so which they are cannot be told"
         )
-    nbytes = elements // packing.block_elements * packing.block_bytes
-    return GGUFTensor(name, shape, type_id, packing.name, offset, nbytes)
+    row = unfit[AMBIGUOUS_TYPES[0]]
+    assert row is not None
+    cursor.fail(
+        f"tensor {row.name!r} has type id {AMBIGUOUS_ID}, but the offsets fit neither groups of 64 nor of 128 throughout the file"
+    )

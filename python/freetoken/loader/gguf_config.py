@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import numpy as np
@@ -9,8 +10,10 @@ import numpy as np
 from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.names import ROPE_FACTORS
+from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 
-HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen35": "Qwen3_5ForCausalLM"}
+HYBRID = "qwen35"
 # Control tokens that end a turn or a text under any tokenizer that has them, beside the ids that the file names.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 CONTROL = 3
@@ -34,7 +37,10 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if embedding is None:
         keys.fail("tensor 'token_embd.weight' is missing")
     head_dim = keys.integer("attention.key_length", hidden_size // heads if heads else 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    if not head_dim:
+        keys.fail(f"metadata key '{keys.prefix}.attention.key_length' must be at least 1")
+    hybrid = keys.prefix == HYBRID
+    for key in ("attention.value_length", *(() if hybrid else ("rope.dimension_count",))):
         if keys.integer(key, head_dim) != head_dim:
             keys.fail(
                 f"metadata key '{keys.prefix}.{key}' must equal the head size {head_dim}, not {keys.integer(key)}"
@@ -42,7 +48,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     for key in ("expert_count", "attention.sliding_window"):
         if keys.integer(key, 0):
             keys.fail(f"metadata key '{keys.prefix}.{key}' is {keys.integer(key)}, which is not served")
-    return {
+    config = {
         "architectures": [HF_CLASS[keys.prefix]],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
@@ -62,6 +68,53 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": _token_id(keys, "bos_token_id"),
         "eos_token_id": _end_ids(keys),
     }
+    return config | _hybrid_config(keys, head_dim) if hybrid else config
+
+
+def mtp_blocks(file: GGUFFile) -> int:
+    """How many of the last blocks are for multi-token prediction, which are not part of the model itself."""
+    keys = _Keys(file)
+    count, blocks = keys.integer("nextn_predict_layers", 0), keys.integer("block_count")
+    if count >= blocks and count:
+        keys.fail(f"metadata key '{keys.prefix}.nextn_predict_layers' is {count}, but there are {blocks} blocks in all")
+    return count
+
+
+def _hybrid_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """What ``qwen35`` has beside the rest, and keys that mean something else in it."""
+    layers = keys.integer("block_count") - mtp_blocks(keys.file)
+    heads, width = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    if not heads or width % heads:
+        keys.fail(
+            f"metadata key '{keys.prefix}.ssm.inner_size' {width} is not a multiple of ssm.time_step_rank {heads}"
+        )
+    scale = keys.number("attention.scale", 0.0)
+    if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-5):
+        keys.fail(
+            f"metadata key '{keys.prefix}.attention.scale' is {scale:g}, which is not served; 1/sqrt of the head size is"
+        )
+    config: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "full_attention_interval": keys.integer("full_attention_interval", 4),
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": width // heads,
+    }
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        share = rotated / head_dim
+        config["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
+    else:
+        config["partial_rotary_factor"] = 1.0
+    recurrent = keys.file.metadata.get(f"{keys.prefix}.attention.recurrent_layers")
+    if recurrent is not None:
+        if not isinstance(recurrent, np.ndarray) or recurrent.dtype != np.bool_ or len(recurrent) < layers:
+            keys.fail(f"metadata key '{keys.prefix}.attention.recurrent_layers' must hold a boolean for each block")
+        kinds = {True: LINEAR_ATTENTION, False: FULL_ATTENTION}
+        config["layer_types"] = [kinds[bool(entry)] for entry in recurrent[:layers]]
+    return config
 
 
 class _Keys:

@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
-from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig, MoeConfig
+from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig, MoeConfig, PackedWeights
 from freetoken.models.ple_config import PleConfig
 
-# GGUF types that can be decoded at load.
+# GGUF types that can be decoded at load, all by the ``gguf`` package.
 DECODABLE_TYPES = frozenset(
-    ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+    [
+        "F32",
+        "F16",
+        "BF16",
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ1_S",
+        "IQ1_M",
+        "IQ2_XXS",
+        "IQ2_XS",
+        "IQ2_S",
+        "IQ3_XXS",
+        "IQ3_S",
+        "IQ4_NL",
+        "IQ4_XS",
+        "TQ1_0",
+        "TQ2_0",
+        "MXFP4",
+    ]
 )
+# GGUF types that can stay packed, with the elements that share a scale.
+PACKABLE_TYPES = {"PQ2_0": 128, "PTQ1_0": 128, "Q2_0": 64, "Q2_0_G128": 128}
 
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_GGUF_LAYER = {
+_GGUF_ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -26,23 +55,51 @@ _GGUF_LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GGUF_BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_GGUF_LAYER = {
+    f"{source}.{kind}": f"{name}.{kind}" for source, name in _GGUF_ATTENTION.items() for kind in ("weight", "bias")
+}
+_GGUF_DENSE = _GGUF_LAYER | {"ffn_norm.weight": "post_attention_layernorm.weight"}
+_GGUF_HYBRID = _GGUF_LAYER | {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+}
+_GGUF_MTP = re.compile(r"nextn\.(eh_proj|enorm|hnorm|shared_head_norm|shared_head_head|embed_tokens)\.weight")
+_GGUF_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def canonical_name(gguf_name: str) -> str | None:
-    """The Hugging Face name of tensor ``gguf_name``, or ``None`` when it is not part of a served model."""
+def canonical_name(gguf_name: str, hybrid: bool = False) -> str | None:
+    """The Hugging Face name of tensor ``gguf_name``, or ``None`` when it is not part of a served model.
+
+    ``hybrid`` says that the file holds linear-attention layers (``qwen35``).
+    """
     if gguf_name in _GGUF_TOP:
         return _GGUF_TOP[gguf_name]
     match = _GGUF_BLOCK.fullmatch(gguf_name)
-    if match is None or match[2] not in _GGUF_LAYER:
+    if match is None:
         return None
-    return f"model.layers.{int(match[1])}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+    leaf = (_GGUF_HYBRID if hybrid else _GGUF_DENSE).get(match[2])
+    return None if leaf is None else f"model.layers.{int(match[1])}.{leaf}"
+
+
+def is_gguf_mtp(gguf_name: str, model: ModelConfig, blocks: int) -> bool:
+    """Whether ``gguf_name`` belongs to a block of multi-token prediction: those from ``model.num_layers`` to ``blocks``."""
+    match = _GGUF_BLOCK.fullmatch(gguf_name)
+    if match is None or not model.num_layers <= int(match[1]) < blocks:
+        return False
+    return match[2] in _GGUF_HYBRID or _GGUF_MTP.fullmatch(match[2]) is not None
 
 
 def stored_name(name: str) -> str:
@@ -203,16 +260,42 @@ def expected_tensors(model: ModelConfig, *, stacked: bool = False) -> dict[str, 
     return shapes
 
 
+def merged_projections(model: ModelConfig) -> Iterator[tuple[str, ...]]:
+    """The matrices of ``model`` that can stay packed, those that a layer merges into one together, by canonical names."""
+    yield ("model.embed_tokens.weight",)
+    for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}"
+        if model.layer_type(layer) == LINEAR_ATTENTION:
+            yield tuple(f"{prefix}.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z"))
+            yield (f"{prefix}.linear_attn.out_proj.weight",)
+        else:
+            yield tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in ("q", "k", "v"))
+            yield (f"{prefix}.self_attn.o_proj.weight",)
+        if not model.is_sparse(layer):
+            yield tuple(f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+            yield (f"{prefix}.mlp.down_proj.weight",)
+    if not model.tie_word_embeddings:
+        yield ("lm_head.weight",)
+
+
 def weight_bytes(model: ModelConfig, element_bytes: int) -> int:
     """Bytes of all weights of ``model`` as they are held, most of them of ``element_bytes`` an element."""
     shapes = expected_tensors(model, stacked=True)
-    return sum(tensor_bytes(name, shape, shapes, element_bytes) for name, shape in shapes.items())
+    return sum(tensor_bytes(name, shape, shapes, element_bytes, model.packed) for name, shape in shapes.items())
 
 
-def tensor_bytes(name: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]], element_bytes: int) -> int:
-    """Bytes of one tensor of ``shapes``, all of a model's: one an element in FP8, four for a scale."""
-    element = 4 if is_scale(name) else 1 if scale_name(name) in shapes else element_bytes
-    return math.prod(shape) * element
+def tensor_bytes(
+    name: str,
+    shape: tuple[int, ...],
+    shapes: dict[str, tuple[int, ...]],
+    element_bytes: int,
+    packed: PackedWeights | None = None,
+) -> int:
+    """Bytes of one tensor of ``shapes``, all of a model's: packed, one an element in FP8, four for a scale."""
+    elements = math.prod(shape)
+    if packed is not None and name in packed.groups:
+        return packed.nbytes(name, elements)
+    return elements * (4 if is_scale(name) else 1 if scale_name(name) in shapes else element_bytes)
 
 
 def is_scale(name: str) -> bool:
@@ -223,15 +306,15 @@ def is_scale(name: str) -> bool:
 def keeps_float32(name: str, model: ModelConfig) -> bool:
     """Whether tensor ``name`` is used in float32 whatever the type of the model.
 
-    Decays of linear attention, where a rounding adds up over a long text, norm weights that 1 is added to, and scales.
+    Decays of linear attention, where a rounding adds up over a long text, the norm weights of hybrid models, and scales.
     """
     if name.endswith((".A_log", ".dt_bias")) or is_scale(name):
         return True
-    return model.zero_centred_norm and is_zero_centred(name)
+    return model.float32_norm and is_zero_centred(name)
 
 
 def is_zero_centred(name: str) -> bool:
-    """Whether ``name`` is a norm weight that a model with ``zero_centred_norm`` stores less 1."""
+    """Whether ``name`` is a norm weight that a checkpoint with ``zero_centred_norm`` stores less 1."""
     return (name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")) or ".ple.norm_" in name
 
 

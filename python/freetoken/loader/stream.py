@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from freetoken.errors import StartupError
+from freetoken.kernels.hadamard.reference import unrotate
 from freetoken.loader.checkpoint import Checkpoint
+from freetoken.loader.gguf import GGUFTensor
 from freetoken.loader.names import FP8_BLOCK, keeps_float32, scale_name
+from freetoken.loader.packing import Layout, layout
 from freetoken.loader.safetensors import FP8_DTYPE, StoredTensor
-from freetoken.models.config import ModelConfig
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -23,19 +26,25 @@ _TORCH_DTYPES = {
 
 
 def stream_tensors(
-    checkpoint: Checkpoint, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new CPU tensor of ``dtype``.
+    """Yield every tensor of ``checkpoint`` under its Hugging Face name, as a new tensor of ``dtype``, on the CPU or on ``device``.
 
-    Those that a model keeps in float32 are yielded in it, those that it holds in FP8 as they are stored. A tied ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each
-    tensor ``progress`` gets the stored bytes read so far and ``checkpoint.total_bytes``.
+    Those that a model keeps in float32 are yielded in it, those that it holds in FP8 as they are stored. Matrices of a GGUF go to ``device`` in pieces. A packed matrix
+    ``NAME.weight`` comes as two tensors, ``NAME.codes`` (uint8 ``[N, K/4]``) and ``NAME.scales`` (float16 ``[N, K/group]``). A tied
+    ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each tensor ``progress``
+    gets the stored bytes read so far and ``checkpoint.total_bytes``.
     """
     done = 0
-    for name, tensor, nbytes in _gguf(checkpoint, dtype) if checkpoint.gguf else _safetensors(checkpoint, dtype):
+    source = _gguf(checkpoint, dtype, device) if checkpoint.gguf else _safetensors(checkpoint, dtype)
+    for name, tensor, nbytes in source:
         yield name, tensor
         del tensor
         done += nbytes
-        if progress is not None:
+        if progress is not None and nbytes:
             progress(done, checkpoint.total_bytes)
 
 
@@ -78,26 +87,60 @@ def _dequantise(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return tensor.float().mul_(wide.repeat_interleave(FP8_BLOCK, -1)[..., :columns])
 
 
-def _gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, int]]:
-    from freetoken.loader.quant import decode_tensor  # needs the gguf package, which safetensors do not
+def _gguf(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    from freetoken.loader.quant import read_planes  # needs the gguf package, which safetensors do not
 
-    file = checkpoint.gguf
+    file, model = checkpoint.gguf, checkpoint.model
     assert file is not None
     for name, source in checkpoint.gguf_names.items():
         stored = file.tensors[source]
-        tensor = decode_tensor(file, stored, torch.float32 if keeps_float32(name, checkpoint.model) else dtype)
-        yield name, _rotary_halves(name, tensor, checkpoint.model), stored.nbytes
+        if model.packed is None or name not in model.packed.groups:
+            kind = torch.float32 if keeps_float32(name, model) else dtype
+            yield name, _decode(checkpoint, name, stored, kind, device), stored.nbytes
+            continue
+        place = layout(name, source, model, checkpoint.hadamard)
+        group = model.packed.groups[name]
+        codes, scales = read_planes(file, stored, group, device, rows=place.rows, columns=place.columns)
+        prefix = name.removesuffix("weight")
+        yield f"{prefix}codes", codes, 0
+        yield f"{prefix}scales", scales, stored.nbytes
 
 
-def _rotary_halves(name: str, tensor: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    """Llama GGUFs hold the rows of each q and k head as interleaved rotary pairs; give back the two halves."""
-    if model.architecture != "LlamaForCausalLM":
-        return tensor
-    if ".q_proj." in name:
-        heads = model.num_heads
-    elif ".k_proj." in name:
-        heads = model.num_kv_heads
-    else:
-        return tensor
-    pairs = tensor.view(heads, model.head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+def _decode(
+    checkpoint: Checkpoint, name: str, stored: GGUFTensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """The tensor as the checkpoint that was converted had it, turned back and in its order."""
+    from freetoken.loader.quant import decode_tensor
+
+    file, model, rotation = checkpoint.gguf, checkpoint.model, checkpoint.hadamard
+    assert file is not None
+    place = layout(name, stored.name, model, rotation)
+    if name.endswith(".A_log"):
+        return _log_decays(file.path, stored.name, decode_tensor(file, stored, torch.float32), place).to(dtype)
+    if len(stored.shape) == 1:
+        vector = decode_tensor(file, stored, dtype)
+        return vector if place.rows is None else vector[torch.from_numpy(place.rows)]
+    columns = None if place.columns is None else torch.from_numpy(place.columns).to(device)
+    signs = None
+    if place.rotated and rotation is not None and stored.shape[-1] in rotation.signs:
+        signs = torch.frombuffer(bytearray(rotation.signs[stored.shape[-1]]), dtype=torch.int8).to(device)
+
+    def convert(values: torch.Tensor) -> torch.Tensor:
+        if place.rotated and rotation is not None:
+            values = unrotate(values, signs, rotation.block)
+        return values if columns is None else values[:, columns]
+
+    plain = columns is None and not place.rotated
+    change = None if plain else convert
+    tensor = decode_tensor(file, stored, dtype, device=device, rows=place.rows, convert=change)
+    return tensor.unsqueeze(1) if name.endswith(".conv1d.weight") else tensor
+
+
+def _log_decays(path: Path, name: str, stored: torch.Tensor, place: Layout) -> torch.Tensor:
+    """``A_log`` from the stored ``-exp(A_log)``."""
+    if not bool((stored <= 0).all()):
+        raise StartupError(f"{path}: tensor {name!r} holds a decay rate that is not below 0")
+    ordered = stored if place.rows is None else stored[torch.from_numpy(place.rows)]
+    return (-ordered.double()).log().float()

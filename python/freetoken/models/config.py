@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from freetoken.models.ple_config import PleConfig
 
+PACKED_METHOD = "pq2"
+"""The ``quant_method`` of random 2-bit weights; real ones come from GGUF files, which say so themselves."""
 FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
 
@@ -41,6 +43,31 @@ class LinearAttentionConfig:
     def projected(self) -> int:
         """Width of everything that is projected from a layer's input: the channels, z, a and b."""
         return self.channels + self.value_size + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeights:
+    """Matrices that are held in 2 bits an element, and the rotation that some of them were stored under.
+
+    ``groups`` maps canonical tensor names to the number of consecutive elements of a row that share a float16 scale. Of those
+    in ``rotated`` each row was multiplied by the sign of its column and then rotated (normalised Walsh-Hadamard, in blocks
+    of ``block`` columns): activations take the same sign and rotation first, and rows of the embedding are turned back.
+    ``signs`` holds for each width one int8 of 1 or -1 a column; a width that is not there has none.
+    """
+
+    groups: dict[str, int] = field(repr=False)
+    rotated: frozenset[str] = field(default=frozenset(), repr=False)
+    block: int = 0
+    signs: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def nbytes(self, name: str, elements: int) -> int:
+        """Bytes of codes and scales of tensor ``name``."""
+        return elements // 4 + elements // self.groups[name] * 2
+
+    def summary(self) -> dict[str, Any]:
+        """What to tell of it in JSON."""
+        groups = sorted(set(self.groups.values()))
+        return {"matrices": len(self.groups), "groups": groups, "rotated": len(self.rotated), "block": self.block}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +134,7 @@ class ModelConfig:
     everywhere. ``linear_attention`` is the geometry of the latter kind. ``rotary_dim`` is how much of a head is rotated
     (``None``: all). With ``attn_output_gate`` the query projection holds, for each head, a query and a gate on the head's
     output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
+    ``float32_norm`` says that these are held in float32. ``packed`` names the matrices that stay in 2 bits.
 
     ``moe`` describes mixture-of-experts blocks, without which every layer has an MLP of ``intermediate_size``. ``fp8`` says that linear
     layers are stored in FP8; ``dtype`` is then that of all else. ``ple`` is the geometry of per-layer n-gram embeddings, for a model that has them.
@@ -134,6 +162,8 @@ class ModelConfig:
     rotary_dim: int | None = None
     attn_output_gate: bool = False
     zero_centred_norm: bool = False
+    float32_norm: bool = False
+    packed: PackedWeights | None = None
     moe: MoeConfig | None = None
     fp8: Fp8Config | None = None
     ple: PleConfig | None = None

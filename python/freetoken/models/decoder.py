@@ -14,20 +14,11 @@ from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.rope_kv import RopeKv, Step
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import SmallGemm
+from freetoken.models.build import Builder
 from freetoken.models.config import ModelConfig
-from freetoken.models.layers import (
-    ColumnLinear,
-    Embedding,
-    GatedLinear,
-    Norm,
-    OutputHead,
-    Placement,
-    RowLinear,
-    Slot,
-    Weighted,
-    load,
-)
+from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted, load
 from freetoken.models.moe import MoeBlock, MoeOps
+from freetoken.models.packed import Fed, Feed, PackedLinear
 from freetoken.models.rope import rotary_table
 
 if TYPE_CHECKING:
@@ -58,12 +49,21 @@ class Pass:
 
 
 class Mixer(Protocol):
-    """The part of a layer that looks at other tokens."""
+    """The part of a layer that looks at other tokens.
+
+    Its input comes through ``feed``, where that is not ``None``: a :class:`Fed`, with the plain activations where ``takes_plain``.
+    """
+
+    takes_plain: bool
+
+    @property
+    def feed(self) -> Feed | None:
+        """What its first projection takes, ``None`` for plain activations."""
 
     def modules(self) -> Iterator[Weighted]:
         """Its parts that own weights."""
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         """``[T, hidden]`` of normed inputs ``[T, hidden]``; keys, values or states of all T tokens are stored."""
 
 
@@ -75,28 +75,32 @@ class Ops:
         self.norm = RmsNorm(_norm_choice(config, kind))
         table = rotary_table(config, max_positions, device, rotary_dim=config.rotary_dim)
         self.rope = RopeKv(choose_op("rope_kv", kind), table)
-        silu_mul = SiluMul(choose_op("silu_mul", kind))
-        self.gemm = SmallGemm(choose_op("small_gemm", kind), silu_mul)
-        self.choices: list[Choice] = [self.norm.choice, self.rope.choice, silu_mul.choice, self.gemm.choice]
+        self.silu_mul = SiluMul(choose_op("silu_mul", kind))
+        self.gemm = SmallGemm(choose_op("small_gemm", kind), self.silu_mul)
+        self.build = Builder(config, device, self.norm, self.gemm, self.silu_mul)
+        self.choices: list[Choice] = [self.norm.choice, self.rope.choice, self.silu_mul.choice, self.gemm.choice]
+        self.choices += self.build.choices
         self.moe: MoeOps | None = None
         if config.moe is not None:
             self.moe = MoeOps(device)
             self.choices += self.moe.choices
         self.fp8: Fp8Gemm | None = None
         if config.fp8 is not None:
-            self.fp8 = Fp8Gemm(choose_op("fp8_gemm", kind), silu_mul)
+            self.fp8 = Fp8Gemm(choose_op("fp8_gemm", kind), self.silu_mul)
             self.choices.append(self.fp8.choice)
 
 
 def _norm_choice(config: ModelConfig, kind: str) -> Choice:
     choice = choose_op("rms_norm", kind)
-    if choice.impl == "sgl_kernel" and config.zero_centred_norm:
+    if choice.impl == "sgl_kernel" and config.float32_norm:
         return Choice(choice.op, choice.flag, "triton", "sgl_kernel takes no float32 weights beside other activations")
     return choice
 
 
 class Attention:
     """Causal attention over paged KV; ``kv_layer`` counts the layers that have KV."""
+
+    takes_plain = False
 
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str, kv_layer: int) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -106,15 +110,20 @@ class Attention:
         self.qkv = self.make_projection(config, ops, place, name)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            centred = config.zero_centred_norm
-            self.q_norm = Norm(ops.norm, place, f"{name}.q_norm", config.head_dim, eps, zero_centred=centred)
-            self.k_norm = Norm(ops.norm, place, f"{name}.k_norm", config.head_dim, eps, zero_centred=centred)
-        self.o = RowLinear(ops.gemm, place, f"{name}.o_proj", hidden, config.q_size, bias=config.attention_bias)
+            self.q_norm = ops.build.norm(place, f"{name}.q_norm", config.head_dim)
+            self.k_norm = ops.build.norm(place, f"{name}.k_norm", config.head_dim)
+        self.o = ops.build.row(place, f"{name}.o_proj", hidden, config.q_size, bias=config.attention_bias)
 
-    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear:
+    def make_projection(
+        self, config: ModelConfig, ops: Ops, place: Placement, name: str
+    ) -> ColumnLinear | PackedLinear:
         """The merged projection of queries, keys and values."""
         parts = {f"{name}.q_proj": config.q_size, f"{name}.k_proj": config.kv_size, f"{name}.v_proj": config.kv_size}
-        return ColumnLinear(ops.gemm, place, parts, config.hidden_size, bias=config.attention_bias)
+        return ops.build.column(place, parts, config.hidden_size, bias=config.attention_bias)
+
+    @property
+    def feed(self) -> Feed | None:
+        return self.qkv.feed
 
     def modules(self) -> Iterator[Weighted]:
         yield self.qkv
@@ -122,7 +131,7 @@ class Attention:
             yield from (self.q_norm, self.k_norm)
         yield self.o
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         return self.o(self.attend(self.qkv(x), step))
 
     def attend(self, qkv: torch.Tensor, step: Pass) -> torch.Tensor:
@@ -135,12 +144,16 @@ class Attention:
 
 
 class Mlp(Protocol):
-    """The part of a layer that looks at one token at a time."""
+    """The part of a layer that looks at one token at a time. Its input comes through ``feed``, where that is not ``None``."""
+
+    @property
+    def feed(self) -> Feed | None:
+        """What its first projection takes, ``None`` for plain activations."""
 
     def modules(self) -> Iterator[Weighted]:
         """Its parts that own weights."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Fed) -> torch.Tensor:
         """``[T, hidden]`` of normed inputs ``[T, hidden]``."""
 
 
@@ -150,13 +163,17 @@ class DenseMlp:
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> None:
         hidden, width = config.hidden_size, config.intermediate_size
         gates = {f"{name}.gate_proj": width, f"{name}.up_proj": width}
-        self.gate_up = GatedLinear(ops.gemm, place, gates, hidden, bias=config.mlp_bias)
-        self.down = RowLinear(ops.gemm, place, f"{name}.down_proj", hidden, width, bias=config.mlp_bias)
+        self.down = ops.build.row(place, f"{name}.down_proj", hidden, width, bias=config.mlp_bias)
+        self.gate_up = ops.build.gated(place, gates, hidden, bias=config.mlp_bias, down=self.down)
+
+    @property
+    def feed(self) -> Feed | None:
+        return self.gate_up.feed
 
     def modules(self) -> Iterator[Weighted]:
         yield from (self.gate_up, self.down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Fed) -> torch.Tensor:
         return self.down(self.gate_up(x))
 
 
@@ -165,10 +182,10 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int, mixer: Mixer, mlp: Mlp) -> None:
         prefix = f"model.layers.{index}"
-        hidden, eps, centred = config.hidden_size, config.rms_norm_eps, config.zero_centred_norm
-        self.input_norm = Norm(ops.norm, place, f"{prefix}.input_layernorm", hidden, eps, zero_centred=centred)
+        hidden, build = config.hidden_size, ops.build
+        self.input_norm = build.norm_before(place, f"{prefix}.input_layernorm", hidden, mixer.feed, mixer.takes_plain)
         self.mixer = mixer
-        self.post_norm = Norm(ops.norm, place, f"{prefix}.post_attention_layernorm", hidden, eps, zero_centred=centred)
+        self.post_norm = build.norm_before(place, f"{prefix}.post_attention_layernorm", hidden, mlp.feed)
         self.mlp = mlp
 
     def modules(self) -> Iterator[Weighted]:
@@ -216,20 +233,15 @@ class DecoderModel:
             place = Placement(dtype, self.device, tp_rank, tp_size, config.fp8, self.ops.fp8)
             place.share(config.num_heads, "num_attention_heads")
             place.share(config.num_kv_heads, "num_key_value_heads")
-            self.embedding = Embedding(place, "model.embed_tokens", config.vocab_size, config.hidden_size)
+            self.embedding = self.ops.build.embedding(
+                place, "model.embed_tokens", config.vocab_size, config.hidden_size
+            )
             self.layers = [
                 DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index), self.make_mlp(place, index))
                 for index in range(config.num_layers)
             ]
-            self.norm = Norm(
-                self.ops.norm,
-                place,
-                "model.norm",
-                config.hidden_size,
-                config.rms_norm_eps,
-                zero_centred=config.zero_centred_norm,
-            )
-            self.head = OutputHead(self.ops.gemm, place, "lm_head", self.embedding, tied=config.tie_word_embeddings)
+            self.norm = self.ops.build.norm(place, "model.norm", config.hidden_size)
+            self.head = self.ops.build.head(place, "lm_head", self.embedding, tied=config.tie_word_embeddings)
 
     def make_ops(self) -> Ops:
         """The fused ops of the model."""

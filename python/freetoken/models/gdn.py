@@ -17,7 +17,8 @@ from freetoken.kernels.gdn_prefill import GdnPrefill
 from freetoken.kernels.gdn_prefill.plan import Plan
 from freetoken.models.config import LinearAttentionConfig, ModelConfig
 from freetoken.models.decoder import Attention, Ops, Pass
-from freetoken.models.layers import ColumnLinear, Placement, RowLinear, Slot, Weighted, scale_slot
+from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted, scale_slot
+from freetoken.models.packed import Fed, Feed, PackedLinear
 from freetoken.models.state import CONV_STATE, REC_STATE
 
 if TYPE_CHECKING:
@@ -89,8 +90,9 @@ class GdnWeights:
 class GatedDeltaNet:
     """Linear attention with a state of fixed size a request; ``index`` counts the layers of this kind.
 
-    q, k, v, z, b and a come from one merged projection, in this order. Decodes go through one fused step, prompt pieces
-    through the convolution, the chunked delta rule and the gated norm.
+    q, k, v, z, b and a come from one merged projection, in this order; where q, k, v and z are packed, b and a come from one of their own,
+    of plain activations. Decodes go through one fused step, prompt pieces through the convolution, the chunked delta rule and the
+    gated norm.
     """
 
     def __init__(self, config: ModelConfig, ops: HybridOps, place: Placement, name: str, index: int) -> None:
@@ -102,16 +104,21 @@ class GatedDeltaNet:
         self.geometry = linear
         self.eps = config.rms_norm_eps
         self.ops = ops
-        heads = linear.num_value_heads
+        heads, hidden, build = linear.num_value_heads, config.hidden_size, ops.build
         wide = {f"{name}.in_proj_qkv": linear.channels, f"{name}.in_proj_z": linear.value_size}
         gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
         self.widths = [linear.channels, linear.value_size, heads, heads]
-        # Gates stay out of FP8, and then cannot be part of the same product.
-        apart = place.holds_fp8(wide)
-        self.projection = ColumnLinear(ops.gemm, place, wide if apart else wide | gates, config.hidden_size)
-        self.gates = ColumnLinear(ops.gemm, place, gates, config.hidden_size) if apart else None
+        # Gates stay out of FP8 and of 2 bits, and then cannot be part of the same product.
+        self.takes_plain = build.packing(wide, hidden) is not None
+        apart = self.takes_plain or place.holds_fp8(wide)
+        self.projection = build.column(place, wide if apart else wide | gates, hidden)
+        self.gates = build.column(place, gates, hidden) if apart else None
         self.weights = GdnWeights(linear, place, name)
-        self.out = RowLinear(ops.gemm, place, f"{name}.out_proj", config.hidden_size, linear.value_size)
+        self.out = build.row(place, f"{name}.out_proj", hidden, linear.value_size)
+
+    @property
+    def feed(self) -> Feed | None:
+        return self.projection.feed
 
     def modules(self) -> Iterator[Weighted]:
         yield self.projection
@@ -119,7 +126,7 @@ class GatedDeltaNet:
             yield self.gates
         yield from (self.weights, self.out)
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         assert step.states is not None
         projected = self._project(x)
         conv = step.states.layer(CONV_STATE, self.index)
@@ -129,14 +136,19 @@ class GatedDeltaNet:
         if decodes:
             parts.append(self._decode([part[:decodes] for part in projected], step.fb, conv, rec))
         if pieces is not None:
-            parts.append(self._prefill([part[decodes:] for part in projected], pieces, conv, rec))
+            z = projected[1][decodes:]
+            o = self._prefill([part[decodes:] for part in projected], pieces, conv, rec)
+            if not decodes and self.out.feed is not None:
+                return self.out(self.out.feed.gated_norm(o, z, self.weights.norm, self.eps))
+            parts.append(self.ops.prefill.norm(o, z, self.weights.norm, self.eps))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _project(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _project(self, x: torch.Tensor | Fed) -> list[torch.Tensor]:
         """q, k and v together, z, b and a of ``x [T, hidden]``, each ``[T, …]`` of any row stride."""
         if self.gates is None:
             return list(self.projection(x).split(self.widths, 1))
-        return [*self.projection(x).split(self.widths[:2], 1), *self.gates(x).split(self.widths[2:], 1)]
+        gates = self.gates(x.plain if isinstance(x, Fed) else x)
+        return [*self.projection(x).split(self.widths[:2], 1), *gates.split(self.widths[2:], 1)]
 
     def _decode(
         self, projected: list[torch.Tensor], fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor
@@ -151,16 +163,23 @@ class GatedDeltaNet:
     def _prefill(
         self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor
     ) -> torch.Tensor:
-        """``[tokens, Hv * Dv]`` of all prompt pieces, states in place."""
-        qkv, z, b, a = projected
+        """``[tokens, Hv, Dv]`` of all prompt pieces before the gated norm, states in place."""
+        qkv, _, b, a = projected
         g, w = self.geometry, self.weights
         p = pieces
         mixed = self.ops.conv.prefill(qkv, w.conv, None, conv, p.q_starts, p.slots, p.starts, p.max_q_len)
         q, k, v = mixed.split([g.key_size, g.key_size, g.value_size], 1)
         q, k = (heads.unflatten(1, (g.num_key_heads, g.key_head_dim)) for heads in (q, k))
         v = v.unflatten(1, (g.num_value_heads, g.value_head_dim))
-        o = self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
-        return self.ops.prefill.norm(o, z, w.norm, self.eps)
+        return self.ops.prefill(q, k, v, a, b, w.A_log, w.dt_bias, rec, p.slots, p.starts, p.plan)
+
+
+def _by_head(whole: torch.Tensor, query: Slot, gate: Slot, heads: int, rows: int) -> torch.Tensor:
+    """``whole`` seen as ``[heads, 2, rows, …]``: of each head the rows where ``query`` lies, then those where ``gate`` does."""
+    apart = gate.target.storage_offset() - query.target.storage_offset()
+    row = whole.stride(0)
+    strides = (rows * row, apart, row, *whole.stride()[1:])
+    return whole.as_strided((heads, 2, rows, *whole.shape[1:]), strides, whole.storage_offset())
 
 
 class GatedProjection(ColumnLinear):
@@ -192,18 +211,26 @@ class GatedProjection(ColumnLinear):
             wholes.append(("bias", self.bias, dim))
         for kind, whole, rows in wholes:
             query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
-            apart = gate.target.storage_offset() - query.target.storage_offset()
-            row = whole.stride(0)
-            target = whole.as_strided(
-                (heads, 2, rows, *whole.shape[1:]),
-                (rows * row, apart, row, *whole.stride()[1:]),
-                whole.storage_offset(),
-            )
+            target = _by_head(whole, query, gate, heads, rows)
             if kind == "weight_scale_inv":
                 self.slots[f"{q_name}.{kind}"] = scale_slot(target, (2 * q_size, hidden), group)
                 continue
             shape = (2 * query.shape[0], *query.shape[1:])
             self.slots[f"{q_name}.{kind}"] = Slot(target, shape, 0, 2 * query.start, 2 * (query.length or q_size))
+
+
+class PackedGatedProjection(PackedLinear):
+    """The same in 2 bits."""
+
+    def __init__(self, feed: Feed, group: int, config: ModelConfig, place: Placement, name: str) -> None:
+        q_size, kv_size = config.q_size, config.kv_size
+        q_name, gate_name = f"{name}.q_proj", f"{name}.gate"
+        parts = {q_name: q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size, gate_name: q_size}
+        super().__init__(feed, place, parts, config.hidden_size, group, bias=config.attention_bias)
+        for kind, whole in self.planes().items():
+            query, gate = (self.slots.pop(f"{part}.{kind}") for part in (q_name, gate_name))
+            target = _by_head(whole, query, gate, config.num_heads, config.head_dim)
+            self.slots[f"{q_name}.{kind}"] = Slot(target, (2 * query.shape[0], *query.shape[1:]))
 
 
 class GatedAttention(Attention):
@@ -213,10 +240,18 @@ class GatedAttention(Attention):
         super().__init__(config, ops, place, name, kv_layer)
         self.gate_width = config.q_size // place.tp_size
 
-    def make_projection(self, config: ModelConfig, ops: Ops, place: Placement, name: str) -> ColumnLinear:
-        return GatedProjection(config, ops, place, name)
+    def make_projection(
+        self, config: ModelConfig, ops: Ops, place: Placement, name: str
+    ) -> ColumnLinear | PackedLinear:
+        stored = [f"{name}.{part}_proj" for part in ("q", "k", "v")]
+        packing = ops.build.packing(stored, config.hidden_size)
+        if packing is None:
+            return GatedProjection(config, ops, place, name)
+        return PackedGatedProjection(*packing, config, place, name)
 
-    def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fed, step: Pass) -> torch.Tensor:
         projected = self.qkv(x)
         heads = self.attend(projected[:, : -self.gate_width], step)
-        return self.o(heads.mul_(projected[:, -self.gate_width :].sigmoid()))
+        gate = projected[:, -self.gate_width :]
+        feed = self.o.feed
+        return self.o(heads.mul_(gate.sigmoid()) if feed is None else feed.sigmoid_mul(heads, gate))

@@ -124,6 +124,9 @@ class Placement:
 class Linear:
     """``y = x W^T + b`` with ``weight [N, K]`` of this rank, product by the shared :class:`SmallGemm` or :class:`Fp8Gemm`."""
 
+    feed: None = None
+    """Takes activations as they are."""
+
     def __init__(self, gemm: SmallGemm | Fp8Gemm, weight: Weight, bias: torch.Tensor | None) -> None:
         self._gemm: Any = gemm
         self.weight: Any = weight
@@ -236,16 +239,24 @@ class RowLinear(Linear):
 class Norm:
     """RMSNorm weight ``[H]`` with the shared :class:`RmsNorm` op.
 
-    A ``zero_centred`` weight is stored less 1 in the checkpoint and held whole here, in float32, so that adding 1 rounds
-    nothing away.
+    A ``zero_centred`` weight is stored less 1 in the checkpoint and held whole here, with ``float32`` in that type, so that adding 1
+    rounds nothing away.
     """
 
     def __init__(
-        self, op: RmsNorm, place: Placement, name: str, size: int, eps: float, *, zero_centred: bool = False
+        self,
+        op: RmsNorm,
+        place: Placement,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        zero_centred: bool = False,
+        float32: bool = False,
     ) -> None:
         self._op = op
         self._eps = eps
-        self.weight = place.empty(size, dtype=torch.float32 if zero_centred else None)
+        self.weight = place.empty(size, dtype=torch.float32 if float32 else None)
         self.slots = {f"{name}.weight": Slot(self.weight, (size,), shift=1.0 if zero_centred else 0.0)}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,6 +277,7 @@ class Embedding:
     """Rows of ``weight [V, H]`` by token id; every rank holds all of them."""
 
     def __init__(self, place: Placement, name: str, rows: int, size: int) -> None:
+        self.shape = (rows, size)
         self.weight = place.empty(rows, size)
         self.slots = {f"{name}.weight": Slot(self.weight, (rows, size))}
 
@@ -280,12 +292,14 @@ class Embedding:
 
 
 class OutputHead:
-    """Logits over the vocabulary, from its own weight or the embedding's."""
+    """Logits over the vocabulary, from its own weight or the embedding's, which is given as ``tied``."""
 
-    def __init__(self, gemm: SmallGemm, place: Placement, name: str, embedding: Embedding, *, tied: bool) -> None:
+    def __init__(
+        self, gemm: SmallGemm, place: Placement, name: str, shape: tuple[int, int], tied: torch.Tensor | None
+    ) -> None:
         self._gemm = gemm
-        self.weight = embedding.weight if tied else torch.empty_like(embedding.weight)
-        self.slots: dict[str, Slot] = {} if tied else {f"{name}.weight": Slot(self.weight, tuple(self.weight.shape))}
+        self.weight = place.empty(*shape) if tied is None else tied
+        self.slots: dict[str, Slot] = {f"{name}.weight": Slot(self.weight, shape)} if tied is None else {}
         gemm.reserve(self.weight, silu=False)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -163,6 +163,9 @@ class MoeBlock:
     The logits of the router and of the shared expert's gate come from one product.
     """
 
+    feed: None = None
+    """Takes activations as they are."""
+
     def __init__(self, config: ModelConfig, gemm: SmallGemm, ops: MoeOps, place: Placement, name: str) -> None:
         moe = config.moe
         assert moe is not None

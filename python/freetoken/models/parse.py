@@ -189,6 +189,7 @@ def parse_hf_config(
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
+        float32_norm=hybrid,
         moe=moe,
         fp8=parse_fp8(r),
         dtype=_dtype(r),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetoken.models.config import Fp8Config, MoeConfig
+from freetoken.models.config import PACKED_METHOD, Fp8Config, MoeConfig
 
 if TYPE_CHECKING:
     from freetoken.models.parse import _Reader
@@ -72,11 +72,14 @@ def _dense_layers(r: _Reader, num_layers: int) -> tuple[int, ...]:
 
 
 def parse_fp8(r: _Reader) -> Fp8Config | None:
-    """The FP8 weights that ``quantization_config`` describes, ``None`` where there is none; ``StartupError`` for other schemes."""
+    """The FP8 weights that ``quantization_config`` describes, ``None`` where there are none; ``StartupError`` for other schemes than
+    this and the one of packed weights."""
     found = r.values.get("quantization_config")
     if found is None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found
+    if method == PACKED_METHOD:
+        return None
     if not isinstance(found, dict) or method != "fp8":
         r.fail(
             "quantization_config",

@@ -97,7 +97,7 @@ def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:
 def check_model_fits(
     model: ModelConfig, *, dtype: str, rows: int, page_table_entries: int, free_bytes: int, total_bytes: int
 ) -> None:
-    """Before anything is allocated: :class:`StartupError` when weights in ``dtype``, the token counts of ``rows`` running
+    """Before anything is allocated: :class:`StartupError` when weights (packed, or in ``dtype``), the token counts of ``rows`` running
     requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
     """
     weights = weight_bytes(model, ELEMENT_BYTES[dtype])

@@ -176,7 +176,7 @@ class ModelRunner:
             for part, tensors in checkpoint.aside.items():
                 logger.info("%d tensors of the checkpoint's %s are left aside", len(tensors), part)
             report = lambda done, total: self._progress("loading weights", done, total, "bytes")  # noqa: E731
-            self.model.load_weights(stream_tensors(checkpoint, self.dtype, report))
+            self.model.load_weights(stream_tensors(checkpoint, self.dtype, report, self.device))
             tables = checkpoint.tables
         if self.cuda:
             torch.cuda.synchronize()

@@ -19,7 +19,7 @@ def _integer(low: int, high: int) -> Schema:
     return {"type": "integer", "minimum": low, "maximum": high}
 
 
-def _object(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
+def _object(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
     made: Schema = {"type": "object", "properties": properties}
     if required:
         made["required"] = list(required)
@@ -62,9 +62,54 @@ SAMPLING: dict[str, Schema] = {
     "no_stop_trim": SWITCH,
     "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100), "maxProperties": 1024},
 }
+ANY_SCHEMA: Schema = {"type": "object", "description": "A JSON schema."}
+_LEAF = _object(
+    type={"enum": ["string", "integer", "number", "boolean", "null", "array", "object"]},
+    enum=_list({}),
+    pattern=TEXT,
+    minLength=_integer(0, 16),
+    maximum=_number(-1e6, 1e6),
+    items=ANY_SCHEMA,
+)
+JSON_SCHEMA = _object(
+    type={"const": "object"},
+    properties={"type": "object", "additionalProperties": _LEAF},
+    required=_list(TEXT),
+    additionalProperties=SWITCH,
+)
+_FORMATS: dict[str, Schema] = {
+    "response_format": _either(
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(
+            ("type", "json_schema"),
+            type={"const": "json_schema"},
+            json_schema=_object(("name", "schema"), name=TEXT, schema=JSON_SCHEMA, strict=SWITCH),
+        ),
+    ),
+    "regex": TEXT,
+    "ebnf": TEXT,
+}
+_NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+_TOOLS: dict[str, Schema] = {
+    "tools": _list(
+        _object(
+            ("type", "function"),
+            type={"const": "function"},
+            function=_object(("name",), name=_NAME, description=TEXT, parameters=JSON_SCHEMA, strict=SWITCH),
+        )
+    ),
+    "tool_choice": _either(
+        {"enum": ["none", "auto", "required"]},
+        _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_NAME)),
+    ),
+    "parallel_tool_calls": SWITCH,
+}
+_EFFORT: Schema = {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]}
 _OPENAI: dict[str, Schema] = {
     **SAMPLING,
+    **_FORMATS,
     "model": TEXT,
+    "priority": _integer(1 - 2**31, 2**31 - 1),
     "min_tokens": _integer(0, 2**31 - 1),
     "stream": SWITCH,
     "stream_options": _object(include_usage=SWITCH),
@@ -83,7 +128,53 @@ _CHAT_PROMPT: dict[str, Schema] = {
     "add_generation_prompt": SWITCH,
     "continue_final_message": SWITCH,
     "chat_template_kwargs": {"type": "object"},
+    "reasoning_effort": _EFFORT,
+    **_TOOLS,
 }
+_CLAUDE_BLOCK = _either(
+    _PART,
+    _object(("type", "thinking"), type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
+    _object(("type", "id", "name", "input"), type={"const": "tool_use"}, id=TEXT, name=_NAME, input={"type": "object"}),
+    _object(
+        ("type", "tool_use_id"), type={"const": "tool_result"}, tool_use_id=TEXT, content=_either(TEXT, _list(_PART))
+    ),
+)
+_CLAUDE: dict[str, Schema] = {
+    "model": TEXT,
+    "messages": _list(
+        _object(
+            ("role", "content"),
+            role={"enum": ["user", "assistant"]},
+            content=_either(TEXT, _list(_CLAUDE_BLOCK, minItems=1)),
+        ),
+        minItems=1,
+    ),
+    "system": _either(TEXT, _list(_PART)),
+    "tools": _list(_object(("name", "input_schema"), name=_NAME, description=TEXT, input_schema=JSON_SCHEMA)),
+    "tool_choice": _either(
+        _object(("type",), type={"enum": ["auto", "any", "none"]}, disable_parallel_tool_use=SWITCH),
+        _object(("type", "name"), type={"const": "tool"}, name=_NAME),
+    ),
+    "thinking": _object(
+        ("type",), type={"enum": ["enabled", "disabled", "adaptive"]}, budget_tokens=_integer(1, 2**31 - 1)
+    ),
+}
+_RESPONSES_ITEM = _either(
+    _object(
+        ("role", "content"),
+        type={"const": "message"},
+        role={"enum": ["system", "developer", "user", "assistant"]},
+        content=_either(TEXT, _list(_object(("type", "text"), type={"const": "input_text"}, text=TEXT))),
+    ),
+    _object(
+        ("type", "call_id", "name", "arguments"),
+        type={"const": "function_call"},
+        call_id=TEXT,
+        name=_NAME,
+        arguments=TEXT,
+    ),
+    _object(("type", "call_id", "output"), type={"const": "function_call_output"}, call_id=TEXT, output=TEXT),
+)
 
 BODIES: dict[str, Schema] = {
     "/v1/chat/completions": _object(
@@ -103,6 +194,37 @@ BODIES: dict[str, Schema] = {
         logprobs=_integer(0, 20),
         echo=SWITCH,
     ),
+    "/v1/messages": _object(
+        ("messages", "max_tokens"),
+        **_CLAUDE,
+        max_tokens=_integer(1, 2**31 - 1),
+        stop_sequences=_list({"type": "string", "minLength": 1, "maxLength": 1024}, maxItems=16),
+        stream=SWITCH,
+        temperature=_number(0, 1),
+        top_p=SAMPLING["top_p"],
+        top_k=SAMPLING["top_k"],
+        metadata=_object(user_id=TEXT),
+    ),
+    "/v1/messages/count_tokens": _object(("messages",), **_CLAUDE),
+    "/v1/responses": _object(
+        ("input",),
+        model=TEXT,
+        input=_either(TEXT, _list(_RESPONSES_ITEM, minItems=1)),
+        instructions=TEXT,
+        max_output_tokens=_integer(1, 2**31 - 1),
+        stream=SWITCH,
+        temperature=SAMPLING["temperature"],
+        top_p=SAMPLING["top_p"],
+        tools=_list(
+            _object(("type", "name"), type={"const": "function"}, name=_NAME, description=TEXT, parameters=JSON_SCHEMA)
+        ),
+        tool_choice=_either(
+            {"enum": ["none", "auto", "required"]}, _object(("type", "name"), type={"const": "function"}, name=_NAME)
+        ),
+        parallel_tool_calls=SWITCH,
+        reasoning=_object(effort=_EFFORT),
+        metadata={"type": "object", "additionalProperties": TEXT},
+    ),
     "/generate": _one_of(
         _object(
             (),
@@ -111,6 +233,8 @@ BODIES: dict[str, Schema] = {
             sampling_params=_object(
                 (),
                 **SAMPLING,
+                regex=TEXT,
+                ebnf=TEXT,
                 max_new_tokens=_integer(1, 2**31 - 1),
                 min_new_tokens=_integer(0, 2**31 - 1),
             ),

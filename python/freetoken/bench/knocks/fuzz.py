@@ -21,6 +21,8 @@ TEXTS = (
     "\ufeff", "\u2028", "<|im_start|>", "<|im_end|>", "<think>", "{{ 7 * 7 }}", "{% for x in y %}", "../../etc/passwd",
     "data: [DONE]\n\n", "%s%n", "'; --", '"', "\\", "\\u0000", "NaN", "a" * 300, "é" * 200, "the cat sat on the mat " * 20,
 )  # fmt: skip
+NAMES = ("f", "get_weather", "a-b.c:d/e", "x" * 128)
+"""Values for the one pattern the document has, that of names."""
 NUMBERS = (
     0,
     1,
@@ -105,6 +107,8 @@ class Maker:
             most = min(schema.get("maxItems", _LONGEST_LIST), _LONGEST_LIST)
             return [self.value(schema["items"], depth + 1) for _ in range(rng.randint(schema.get("minItems", 0), most))]
         if kind == "string":
+            if "pattern" in schema:
+                return rng.choice(NAMES)
             text = self.text()[: schema.get("maxLength", 10_000)]
             return text or "x" * schema.get("minLength", 0)
         if kind == "boolean":
@@ -205,8 +209,8 @@ def _short(body: Any) -> Any:
         for name in ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens"):
             if type(body.get(name)) is int and body[name] > 4:
                 body[name] = 1 + body[name] % 4
-        if "max_tokens" not in body and "max_completion_tokens" not in body and "sampling_params" not in body:
-            body["max_tokens"] = 2
+        if not {"max_tokens", "max_completion_tokens", "max_output_tokens", "sampling_params"} & set(body):
+            body["max_output_tokens" if "input" in body else "max_tokens"] = 2
         inner = body.get("sampling_params")
         if isinstance(inner, dict):
             inner["max_new_tokens"] = 2

@@ -1,0 +1,56 @@
+"""Rows of the operator bench for two-bit weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from freetoken.bench.op_rows import Case, Sizes, Tensors
+from freetoken.bench.op_rows import _choice as choice
+from freetoken.bench.op_rows import _random as random
+from freetoken.bench.pq2 import random_weight
+from freetoken.kernels.pq2_gemv import PQ2Product, quantise
+
+
+def product_cases(device: str, sizes: Sizes) -> list[Case]:
+    """Rows of ``pq2_gemv``: calls take distinct weights in turn, so that none is found in a cache."""
+    cases = []
+    for n, k in sizes.packed_shapes:
+        weights = [random_weight(n, k, device) for _ in range(-(-sizes.packed_bytes // (n * k // 4)))]
+        for tokens in sizes.packed_tokens:
+            activation = quantise(random(device, sizes.dtype, tokens, k), 128)
+
+            def call(impl: str, activation: Any = activation, weights: Any = weights) -> Callable[[], Tensors]:
+                op = PQ2Product(choice("pq2_gemv", impl), choice("pq2_single", impl))
+                turn = itertools.cycle(weights)
+                return lambda: (op.linear(activation, next(turn), sizes.dtype),)
+
+            moved = weights[0].nbytes + tokens * (k + n * sizes.dtype.itemsize)
+            shape = {"tokens": tokens, "n": n, "k": k}
+            case = Case(shape, call("triton"), call("reference"), moved, model="Qwen3.5-27B", calls=len(weights))
+            cases.append(case)
+    return cases
+
+
+def quantise_cases(device: str, sizes: Sizes) -> list[Case]:
+    """Rows of ``pq2_quantise``: one token and the most."""
+    fused, reference = (
+        PQ2Product(choice("pq2_gemv", impl), choice("pq2_single", impl)) for impl in ("triton", "reference")
+    )
+    cases = []
+    for k in sorted({k for _, k in sizes.packed_shapes}):
+        for tokens in (1, max(sizes.packed_tokens)):
+            x = random(device, sizes.dtype, tokens, k)
+
+            def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
+                def outputs() -> Tensors:
+                    done = op.quantise(x, 128)
+                    return done.values, done.scales, done.sums
+
+                return outputs
+
+            moved = float(x.nbytes + x.numel() + x.numel() // 16)
+            shape = {"tokens": tokens, "k": k}
+            cases.append(Case(shape, call(fused), call(reference), moved, exact=True, model="Qwen3.5-27B"))
+    return cases

@@ -1,0 +1,94 @@
+"""Launching the kernels of the products with two-bit weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from freetoken.kernels import launch
+from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.configs import FEW_TOKENS, MAX_TOKENS, TILE, PQ2Config, pick_config
+from freetoken.kernels.pq2_gemv.few import few_kernel
+from freetoken.kernels.pq2_gemv.fragments import fragment_kernel
+from freetoken.kernels.pq2_gemv.single import single_kernel
+from freetoken.kernels.pq2_gemv.weight import PQ2Weight
+
+POINTERS = (torch.int32, torch.int32, torch.int32, torch.int32, torch.float16)
+"""What the kernels see of an activation's values, scales and sums and of a weight's codes and scales."""
+
+
+def _settings(config: PQ2Config, k: int, group_w: int, group_x: int, tokens: int, early: bool) -> dict[str, Any]:
+    """Compile-time arguments and launch options."""
+    own: dict[str, Any]
+    if config.kind == "fragments":
+        own = {"TILES": config.rows // TILE, "WARPS": config.num_warps, "HALVES": 1 if tokens <= 8 else 2}
+    else:
+        own = {"ROWS": config.rows, "LANES": config.lanes}
+        if config.kind == "few":
+            own["TOKENS"] = min(tokens, FEW_TOKENS)
+    return own | {
+        "K": k,
+        "GROUP_W": group_w,
+        "GROUP_X": group_x,
+        "AHEAD": config.ahead,
+        "EARLY": early,
+        "launch_pdl": early,
+        "num_warps": config.num_warps,
+        "num_stages": 1,
+    }
+
+
+def _kernel(config: PQ2Config) -> Any:
+    return {"single": single_kernel, "few": few_kernel, "fragments": fragment_kernel}[config.kind]
+
+
+def _sizes(config: PQ2Config, m: int, n: int) -> tuple[int, ...]:
+    return (n,) if config.kind == "single" else (m, n)
+
+
+def compile_only(
+    config: PQ2Config, n: int, k: int, m: int, group_w: int, group_x: int, out_dtype: torch.dtype, early: bool
+) -> Any:
+    """Compile what :func:`linear` would launch on the current CUDA device, into the compiler's cache; the compiled kernel."""
+    settings = _settings(config, k, group_w, group_x, m, early)
+    sizes = _sizes(config, m, n)
+    return _kernel(config).warmup(*POINTERS, out_dtype, *sizes, ON_GPU=True, grid=(1,), **settings)
+
+
+def linear(
+    activation: QuantisedActivation,
+    weight: PQ2Weight,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    *,
+    config: PQ2Config | None = None,
+) -> torch.Tensor:
+    """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 16 tokens.
+
+    ``out`` must be contiguous. ``ValueError`` for settings that cannot run these sizes.
+    """
+    m, (n, k) = activation.tokens, (weight.out_features, weight.in_features)
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=weight.codes.device)
+    if m == 0 or n == 0:
+        return out
+    if config is None:
+        config = pick_config(n, k, m, launch.capability(weight.codes.device))
+    if not 1 <= m <= MAX_TOKENS or (config.kind == "single" and m > 1) or not config.legal(k):
+        raise ValueError(f"{config} cannot run {m} tokens of {n} by {k}")
+    early = launch.early(weight.codes)
+    grid = (triton.cdiv(n, config.rows), triton.cdiv(m, FEW_TOKENS) if config.kind == "few" else 1)
+    _kernel(config)[grid](
+        activation.values.view(torch.int32),
+        activation.scales.view(torch.int32),
+        activation.sums,
+        weight.codes.view(torch.int32),
+        weight.scales,
+        out,
+        *_sizes(config, m, n),
+        ON_GPU=weight.codes.is_cuda,
+        **_settings(config, k, weight.group, activation.group, m, early),
+    )
+    return out

@@ -1,0 +1,56 @@
+"""The kernels of the two-bit products with the default settings at the projection shapes of Qwen3.5-27B."""
+
+from __future__ import annotations
+
+from compile_tool import KernelCase
+
+from freetoken.kernels.pq2_gemv.configs import FEW_TOKENS, TILE, PQ2Config, default_config
+
+FOLDER = "freetoken.kernels.pq2_gemv"
+POINTERS = {
+    **dict.fromkeys(("values_ptr", "x_scales_ptr", "sums_ptr", "codes_ptr"), "*i32"),
+    "scales_ptr": "*fp16",
+    "out_ptr": "*bf16",
+}
+
+
+def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128)) -> KernelCase:
+    kernel = {"single": "single:single_kernel", "few": "few:few_kernel", "fragments": "fragments:fragment_kernel"}
+    if config.kind == "fragments":
+        own = {"TILES": config.rows // TILE, "WARPS": config.num_warps, "HALVES": 1 if m <= 8 else 2}
+    else:
+        own = {"ROWS": config.rows, "LANES": config.lanes} | ({"TOKENS": FEW_TOKENS} if config.kind == "few" else {})
+    return KernelCase(
+        f"pq2 {config} k={k} m={m} groups={groups}",
+        f"{FOLDER}.{kernel[config.kind]}",
+        POINTERS | ({"n": "i32"} if config.kind == "single" else {"m": "i32", "n": "i32"}),
+        own
+        | {"K": k, "GROUP_W": groups[0], "GROUP_X": groups[1], "AHEAD": config.ahead, "EARLY": early, "ON_GPU": True},
+        {"num_warps": config.num_warps, "num_stages": 1},
+        first_arch=90 if early else 0,
+        last_arch=999 if early else 89,
+    )
+
+
+QUANTISER = KernelCase(
+    "pq2 quantiser",
+    f"{FOLDER}.quantiser:quantise_kernel",
+    {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", "sums_ptr": "*i32", "x_stride": "i32"},
+    {"K": 17408, "GROUP": 128, "STRETCH": 1024, "SMALLEST": 2.0**-100, "EARLY": False},
+    {"num_warps": 4},
+    first_arch=90,
+    last_arch=90,
+    divisible=("x_stride",),
+)
+CASES = [
+    *(
+        _product(k, m, default_config(n, k, m), early)
+        for n, k in ((34816, 5120), (5120, 17408))
+        for m in (1, 8, 16)
+        for early in ((False, True) if k == 5120 and m < 16 else (True,))
+    ),
+    _product(5120, 4, PQ2Config("few", 2, 2, 1, 16), True),
+    _product(5120, 1, default_config(5120, 5120, 1), True, (64, 32)),
+    _product(5120, 8, default_config(5120, 5120, 8), True, (64, 32)),
+    QUANTISER,
+]
