@@ -81,10 +81,17 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
     if m == 1:
         options = {"num_warps": config.num_warps}
         return KernelCase(
-            f"gemv {name}{suffix}", f"{GEMM}:gemv_kernel", signature, {**values, "UNROLL": config.unroll}, options, **limits
+            f"gemv {name}{suffix}",
+            f"{GEMM}:gemv_kernel",
+            signature,
+            {**values, "UNROLL": config.unroll},
+            options,
+            **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return KernelCase(f"gemm {name} m={m}{suffix}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits)
+    return KernelCase(
+        f"gemm {name} m={m}{suffix}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits
+    )
 
 
 def _early(case: KernelCase) -> KernelCase:

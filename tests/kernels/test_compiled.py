@@ -75,6 +75,12 @@ def test_n_gram_kernels_are_small() -> None:
     assert all(row[2] <= 128 for row in tabled("ple_cases"))
 
 
+def test_two_bit_products_leave_room_for_others() -> None:
+    """Defaults of all of them stay within the least shared memory that a served GPU gives a program."""
+    assert all(row[2] <= 192 and row[4] <= 48 << 10 for row in tabled("pq2_cases"))
+    assert all(row[4] <= 99 << 10 for module in ("pq2_gemm_cases", "hadamard_cases") for row in tabled(module))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", compiled_table.modules())
 def test_nothing_got_worse(module: str) -> None:

@@ -184,6 +184,8 @@ class Recorder:
                 call.after[key] = self._encode(call, f"after.{key}", arguments[key])
         call.output = self._encode(call, "out", result)
         for path, tensor in tensors_of("out", result):
+            if path not in call.tensors:
+                continue  # a parameter, handed on
             self._live[tensor.untyped_storage().data_ptr()] = (tensor, label, path, call.tensors[path])
         self._calls.append(call)
         return result
@@ -230,11 +232,14 @@ class Recorder:
 
 
 def tensors_of(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of an output, with the paths under which they were recorded."""
+    """The tensors of a value, with the paths under which :class:`Recorder` keeps them."""
     if isinstance(value, torch.Tensor):
         return [(path, value)]
     if isinstance(value, (tuple, list)):
         return [pair for i, item in enumerate(value) for pair in tensors_of(f"{path}.{i}", item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+        return [pair for name in names for pair in tensors_of(f"{path}.{name}", getattr(value, name))]
     return []
 
 
@@ -245,7 +250,7 @@ def extent(shape: Iterable[int], stride: Iterable[int]) -> int:
 
 
 def _inside(tensor: torch.Tensor, offset: int, output: torch.Tensor) -> bool:
-    return 0 <= offset and offset + extent(tensor.shape, tensor.stride()) <= extent(output.shape, output.stride())
+    return offset >= 0 and offset + extent(tensor.shape, tensor.stride()) <= extent(output.shape, output.stride())
 
 
 def placed(values: torch.Tensor, where: Mapping[str, Any], device: torch.device) -> torch.Tensor:

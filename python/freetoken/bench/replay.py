@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from freetoken.bench.replay_store import Capture, Writer
     from freetoken.runner.model_runner import ModelRunner
 
-_CAPTURE = ("command", "out", "ops", "layers", "positions", "prefill", "batch_size", "input_len", "temperature", "output")
+_CAPTURE = (
+    "command",
+    "out",
+    "ops",
+    "layers",
+    "positions",
+    "prefill",
+    "batch_size",
+    "input_len",
+    "temperature",
+    "output",
+)
 _RUN = ("command", "capture", "impl", "versus", "ops", "layers", "linked", "exact", "bound", "pairs", "output", "label")
 _MACHINE = ("device",)
 """Flags that a replay does not take over from the capture."""
@@ -128,9 +139,7 @@ def capture(args: argparse.Namespace) -> list[dict[str, Any]]:
             layers=runner.model.layers,
             only_layers=None if args.layers is None else frozenset(args.layers),
         )
-        CaptureDriver(runner, config, prompts, tokens, sampling).record(
-            recorder, writer, args.positions, args.prefill
-        )
+        CaptureDriver(runner, config, prompts, tokens, sampling).record(recorder, writer, args.positions, args.prefill)
         facts = {
             "fingerprint": fingerprint(runner),
             "flags": _kept_flags(values, config),
@@ -197,9 +206,7 @@ def _timed(
 
     first, second, graphs = passes(thunks(a, found, calls), thunks(b, found, calls), a.device)
     control = pairs(first, first, args.pairs, a.device)
-    result = ab_stats.compare(
-        "us", control, pairs(first, second, args.pairs, a.device), lower_is_better=True
-    )
+    result = ab_stats.compare("us", control, pairs(first, second, args.pairs, a.device), lower_is_better=True)
     us, versus_us = (1e6 * seconds / len(calls) for seconds in (result.b, result.a))
     print(
         f"{name:<12} {b.impl} {us:.2f} us a call, {a.impl} {versus_us:.2f} us, ratio {result.effect.ratio:.3f} "
@@ -251,7 +258,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     with torch.inference_mode():
         arms = [Arm(impl, names, device, parameters, like) for impl in (args.impl, args.versus) if impl is not None]
-        errors = [_checked(arm, found, calls, args) for arm in arms][0]
+        errors, *_ = [_checked(arm, found, calls, args) for arm in arms]
         if args.versus is None:
             return []
         b, a = arms
@@ -265,10 +272,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parser() -> argparse.ArgumentParser:
     """The two commands; each takes the server's flags as well."""
-    result = argparse.ArgumentParser(prog="python -m freetoken.bench.replay", description=(__doc__ or "").split("\n")[0])
+    result = argparse.ArgumentParser(
+        prog="python -m freetoken.bench.replay", description=(__doc__ or "").split("\n")[0]
+    )
     commands = result.add_subparsers(dest="command", required=True)
     server = server_parser()
-    ops = [*(op.name for op in dispatch.OPS), "all"]
+    ops = [*(op.name for op in dispatch.OPS if op.folder is None), "all"]
     add = _command(commands, "capture", server, "Record calls from a run of one batch.")
     add("out", help="Folder to write.")
     add("--ops", nargs="+", default=["all"], choices=ops, help="Ops to record.")

@@ -102,6 +102,21 @@ def _functions(owner: Any, choice: Choice, like: Any) -> Any:
     return SimpleNamespace(argmax_ids=bound(owner.argmax_ids), sample_ids=bound(owner.sample_ids))
 
 
+def _packed(owner: Any, choice: Choice, like: Any) -> Any:
+    from freetoken.kernels.pq2_gemm import PQ2Gemm
+
+    single, many = (Choice(op, "", choice.impl, choice.why) for op in ("pq2_single", "pq2_gemm"))
+    return owner(choice, single, PQ2Gemm(many))
+
+
+def _reserve_packed(op: Any, method: str, arguments: Arguments) -> None:
+    many = getattr(op, "many", op)
+    if method == "linear" and many is not None:
+        many.reserve(arguments["weight"].codes.device)
+
+
+_PACKED_BOUNDS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+_ROTATED_BOUNDS = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _GDN_BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 ROWS: dict[str, Row] = {
@@ -129,6 +144,21 @@ ROWS: dict[str, Row] = {
         ready=_plan_pieces,
         more=("fla",),
         bounds=_GDN_BOUNDS,
+    ),
+    "pq2_gemv": Row(
+        "freetoken.kernels.pq2_gemv:PQ2Product",
+        {"quantise": (), "linear": ("out",)},
+        _packed,
+        _reserve_packed,
+        bounds=_PACKED_BOUNDS,
+    ),
+    "pq2_gemm": Row(
+        "freetoken.kernels.pq2_gemm:PQ2Gemm", {"linear": ("out",)}, ready=_reserve_packed, bounds=_PACKED_BOUNDS
+    ),
+    "hadamard": Row(
+        "freetoken.kernels.hadamard:Hadamard",
+        dict.fromkeys(("rotate", "norm", "silu_mul", "sigmoid_mul", "gated_norm", "unrotate", "embed"), ()),
+        bounds=_ROTATED_BOUNDS,
     ),
     "moe_route": Row("freetoken.kernels.moe_route:MoeRoute", {"__call__": ()}),
     "moe_gemm": Row("freetoken.kernels.moe_gemm:MoeGemm", {"__call__": ()}, _with_route),

@@ -120,19 +120,28 @@ class Capture:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise StartupError(f"{path} is no capture: {DESCRIPTION} does not describe one") from None
         self._by_name = {call.name: call for call in self.calls}
+        self._keys: dict[str, dict[str, list[str]]] = {}
 
     def fill(self, call: Call) -> Call:
-        """Read the call's tensors."""
-        if not call.tensors:
-            prefix = f"{call.name}|"
-            try:
-                with safe_open(self.path / self._files[call.name], "pt") as file:
-                    call.tensors = {
-                        key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)
-                    }
-            except (OSError, SafetensorError) as error:
-                raise StartupError(f"{self.path}: {self._files[call.name]} cannot be read: {error}") from None
+        """Read the call's tensors, if they are not there."""
+        if call.tensors:
+            return call
+        file = self._files[call.name]
+        try:
+            with safe_open(self.path / file, "pt") as opened:
+                if file not in self._keys:
+                    self._keys[file] = _by_call(opened.keys())
+                call.tensors = {
+                    path: opened.get_tensor(f"{call.name}|{path}") for path in self._keys[file].get(call.name, ())
+                }
+        except (OSError, SafetensorError) as error:
+            raise StartupError(f"{self.path}: {file} cannot be read: {error}") from None
         return call
+
+    def forget(self) -> None:
+        """Let go of all tensors that were read."""
+        for call in self.calls:
+            call.tensors = {}
 
     def output(self, name: str, path: str) -> torch.Tensor:
         """A recorded output on the CPU, with the strides it had; :class:`StartupError` where the capture has none of the name."""
@@ -143,17 +152,27 @@ class Capture:
         return placed(self.fill(found).tensors[path], node, torch.device("cpu"))
 
 
+def _by_call(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Paths of the stored tensors by the name of their call."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        name, _, path = key.partition("|")
+        found.setdefault(name, []).append(path)
+    return found
+
+
 def node_at(output: Node, path: str) -> Node | None:
     """The node of an output by its path, ``out`` or ``out.0``."""
     node: Node | None = output
     for part in path.split(".")[1:]:
-        node = node["s"][int(part)] if node is not None and "s" in node else None
+        if node is None:
+            return None
+        parts = dict(enumerate(node["s"])) if "s" in node else node.get("f", {})
+        node = parts.get(int(part) if "s" in node else part)
     return node
 
 
-def decode(
-    call: Call, node: Node, device: torch.device, parameters: Mapping[str, torch.Tensor], fetch: Fetch
-) -> Any:
+def decode(call: Call, node: Node, device: torch.device, parameters: Mapping[str, torch.Tensor], fetch: Fetch) -> Any:
     """The value of ``node`` on ``device``, tensors new ones (parameters excepted); ``fetch`` gives outputs that inputs are linked to."""
     if "t" in node:
         return placed(call.tensors[node["t"]], node, device)

@@ -26,7 +26,7 @@ class Op:
     """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it,
     ``sgl_unfit`` says why none can, ``host`` what the op does on the CPU where it has a form of its own for it. ``fla`` is set where
     flash-linear-attention, if it can be used, is what the flag's value 0 selects on CUDA. ``folder`` is that of its kernels where it
-    has another name. ``configs`` is the module with settings measured card by card: it has ``measured(capability) -> int``, how
+    is a part of another op, switched by a flag of its own. ``configs`` is the module with settings measured card by card: it has ``measured(capability) -> int``, how
     many are for cards of that compute capability; ops without one follow rules of shape and element type."""
 
     name: str
@@ -66,9 +66,14 @@ OPS: tuple[Op, ...] = (
     ),
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
-    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV"),
-    Op("pq2_single", "FREETOKEN_PQ2_SINGLE_GEMV"),
-    Op("pq2_gemm", "FREETOKEN_PQ2_FUSED_GEMM"),
+    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV", configs="freetoken.kernels.pq2_gemv.configs"),
+    Op(
+        "pq2_single",
+        "FREETOKEN_PQ2_SINGLE_GEMV",
+        folder="pq2_gemv",
+        configs="freetoken.kernels.pq2_gemv.configs",
+    ),
+    Op("pq2_gemm", "FREETOKEN_PQ2_FUSED_GEMM", configs="freetoken.kernels.pq2_gemm.config"),
     Op("hadamard", "FREETOKEN_FUSED_HADAMARD"),
     Op("moe_route", "FREETOKEN_MOE_FUSED_ROUTE"),
     Op("moe_gemm", "FREETOKEN_MOE_FUSED_GEMM"),
