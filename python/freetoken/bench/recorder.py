@@ -172,8 +172,8 @@ class Recorder:
 
     def _record(self, name: str, method: str, op: Any, arguments: dict[str, Any], run: Callable[[], Any]) -> Any:
         assert self._step is not None
-        key = (self._layer, name, method)
-        self._counts[key] = number = self._counts.get(key, -1) + 1
+        place = (self._layer, name, method)
+        self._counts[place] = number = self._counts.get(place, -1) + 1
         where = f"layer {self._layer}" if self._layer >= 0 else "outside"
         label = f"{self._step}/{where}/{name}.{method}.{number}"
         call = Call(label, name, method, self._step, self._layer, {}, op=op)
@@ -220,7 +220,7 @@ class Recorder:
         if found is None:
             return None
         output, label, path, kept = found
-        offset = tensor.storage_offset() - output.storage_offset()
+        offset = int(tensor.storage_offset() - output.storage_offset())
         if output.dtype != tensor.dtype or not _inside(tensor, offset, output):
             return None
         held = placed(kept, layout(output), torch.device("cpu")).as_strided(tensor.shape, tensor.stride(), offset)

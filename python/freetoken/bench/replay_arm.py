@@ -217,12 +217,12 @@ def passes(a: Sequence[Thunk], b: Sequence[Thunk], device: torch.device) -> tupl
 def _seconds(run: Thunk, device: torch.device) -> float:
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()  # type: ignore[no-untyped-call]
+        begin.record()
         for _ in range(PASSES):
             run()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         torch.cuda.synchronize()
-        milliseconds: float = begin.elapsed_time(end)  # type: ignore[no-untyped-call]
+        milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000 / PASSES
     start = time.perf_counter()
     for _ in range(PASSES):
