@@ -50,6 +50,8 @@ def flags(folder: Path, **changes: str) -> list[str]:
     values = {
         "model-path": str(folder),
         "load-format": "dummy",
+        # A CPU's memory is shared with whatever else runs there.
+        "mem-fraction-static": "0.95",
         "device": "cpu",
         "dtype": "float32",
         "random-seed": "5",
