@@ -7,6 +7,7 @@
 #   hybrid    Qwen3.5-27B in bf16: steps, and a hit of a long prefix
 #   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
+#   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -100,6 +101,18 @@ running() {
     [ -n "$server" ] && kill -0 "$server" 2>/dev/null
 }
 
+replay() {
+    # Arguments: label, flags of the model. Records a prompt and two decode steps, compares, and times pairs.
+    local label=$1 folder status=0
+    shift
+    folder=$(mktemp -d)
+    "$python" -m freetoken.bench.replay capture "$folder/capture" "$@" --layers 0 3 --positions 0 64 --input-len "$input" &&
+        "$python" -m freetoken.bench.replay run "$folder/capture" --impl triton --versus reference --label "$label" \
+            --output "$out/replay.jsonl" || status=1
+    rm -rf "$folder"
+    return "$status"
+}
+
 op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
@@ -115,7 +128,7 @@ wanted() {
     done
 }
 
-known="tests ops dense hybrid experts packed"
+known="tests ops dense hybrid experts packed replay"
 groups=${*:-$known}
 for group in $groups; do
     case " $known " in
@@ -174,6 +187,10 @@ if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
         done
     fi
     part "server stop, 2 bits" stop_server
+fi
+if wanted replay replay; then
+    part "replay" replay "$label" "${model[@]}"
+    part "replay, 2 bits" replay "$packed_label" "${packed[@]}"
 fi
 
 echo
