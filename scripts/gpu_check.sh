@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all of it, else the groups
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all but the last group, else those
 # that are named, so that a machine lent for minutes can do it in turns:
 #   tests     every test that needs a GPU
 #   ops       each fused op beside its reference and the roof
@@ -8,10 +8,12 @@
 #   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
+#   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default /tmp/freetoken-profile
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
-# exit status is 1 then. Shell variables: OUT, PYTHON (default .venv/bin/python, else python3), PORT (default 30087).
+# exit status is 1 then. Shell variables: OUT, PYTHON (default .venv/bin/python, else python3), PORT (default 30087),
+# PROFILES.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,6 +31,7 @@ if [ -z "$card" ]; then
     exit 1
 fi
 out=${OUT:-benchmarks/results/$card}
+profiles=${PROFILES:-/tmp/freetoken-profile}
 mkdir -p "$out"
 model=(--model-path benchmarks/configs/qwen3-8b --load-format dummy --dtype bfloat16 --random-seed 1)
 label="Qwen3-8B geometry, bf16, random weights"
@@ -102,7 +105,7 @@ running() {
 }
 
 replay() {
-    # Arguments: label, flags of the model. Records a prompt and two decode steps, compares, and times pairs.
+    # Arguments: label, flags of the model. Records two decode steps, compares, and times pairs.
     local label=$1 folder status=0
     shift
     folder=$(mktemp -d)
@@ -111,6 +114,14 @@ replay() {
             --output "$out/replay.jsonl" || status=1
     rm -rf "$folder"
     return "$status"
+}
+
+profile() {
+    # Arguments: name of the figures, label, those of the profile. Traces and drawings go to a folder below PROFILES.
+    local name=$1 label=$2
+    shift 2
+    "$python" -m freetoken.bench.profile "$@" --label "$label" --kernels 12 --folder "$profiles/$name" \
+        --output "$out/$name-profile.jsonl"
 }
 
 op_figures() {
@@ -128,8 +139,9 @@ wanted() {
     done
 }
 
-known="tests ops dense hybrid experts packed replay"
-groups=${*:-$known}
+usual="tests ops dense hybrid experts packed"
+known="$usual profile replay"
+groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
         *" $group "*) ;;
@@ -191,6 +203,12 @@ fi
 if wanted replay replay; then
     part "replay" replay "$label" "${model[@]}"
     part "replay, 2 bits" replay "$packed_label" "${packed[@]}"
+fi
+if wanted profile qwen3-8b-profile qwen3.5-27b-profile qwen3.5-35b-a3b-fp8-profile qwen3.5-27b-pq2-profile; then
+    part "profile" profile qwen3-8b "$label" "${model[@]}" --shape "1x$input" "16x$input"
+    part "profile, hybrid" profile qwen3.5-27b "$hybrid_label" "${hybrid[@]}" --shape "1x$input"
+    part "profile, FP8 experts" profile qwen3.5-35b-a3b-fp8 "$fp8_label" "${fp8[@]}" --shape "1x$input" "8x$input"
+    part "profile, 2 bits" profile qwen3.5-27b-pq2 "$packed_label" "${packed[@]}" --shape 1x128 8x128
 fi
 
 echo

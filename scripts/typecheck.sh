@@ -11,6 +11,7 @@ sources=(
     loader/gguf.py loader/hadamard.py loader/packing.py loader/tokenizer.py loader/checkpoint.py loader/ple_table.py loader/demo.py
     models/config.py models/ple_config.py models/state.py models/parse.py models/parse_moe.py models/registry.py runner/memory.py
     runner/row_reader.py
+    profiling/__init__.py profiling/roles.py profiling/trace.py profiling/accounting.py profiling/traffic.py profiling/summary.py
     bench
 )
 exec "${PYTHON:-.venv/bin/python}" -m mypy --strict "${sources[@]/#/python/freetoken/}" scripts/gen_docs.py

@@ -43,12 +43,18 @@ TORCH_FREE = (
     "loader/demo",
     "runner/memory",
     "runner/row_reader",
+    "profiling/roles",
+    "profiling/trace",
+    "profiling/accounting",
+    "profiling/traffic",
+    "profiling/summary",
     "bench/figures",
     "bench/report",
     "bench/datasets",
     "bench/client",
     "bench/serving",
     "bench/roof",
+    "bench/flame",
     "bench/cli",
     "bench/hard_knocks",
 )
@@ -57,8 +63,9 @@ HEAVY = ("torch", "transformers", "triton", "safetensors.torch")
 # Which rooms a room may import from. Rooms and files at the top that are not named here are leaves for everybody.
 ROOMS = {
     "server": {"server", "loader", "models", "grammar"},
-    "scheduler": {"scheduler", "runner", "grammar"},
+    "scheduler": {"scheduler", "runner", "grammar", "profiling"},
     "grammar": {"grammar"},
+    "profiling": {"profiling", "runner", "loader", "scheduler"},
     "runner": {"runner", "models", "kernels", "loader", "scheduler"},
     "models": {"models", "kernels", "runner"},
     "loader": {"loader", "models", "kernels"},
@@ -67,6 +74,10 @@ ROOMS = {
 # Finer than the rooms: the only files of the room on the right that the room on the left may use.
 ONLY = {
     ("runner", "scheduler"): {"freetoken.scheduler.request"},
+    ("profiling", "scheduler"): {"freetoken.scheduler.request"},
+    ("scheduler", "profiling"): {"freetoken.profiling.session"},
+    ("profiling", "runner"): {"freetoken.runner.memory"},
+    ("profiling", "loader"): {"freetoken.loader.names"},
     # What a step looks like and where its KV lies: types that a model's forward takes.
     ("models", "runner"): {"freetoken.runner.forward_batch", "freetoken.runner.kv_pool", "freetoken.runner.attention"},
     # A weight that is decoded is turned back by the same reference that turns activations.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +95,20 @@ def test_too_many_requests_have_no_bucket_and_replays_are_counted() -> None:
     fixture.replay(2, 0)
     fixture.replay(3, 0)
     assert fixture.graphs.replays == {1: 0, 4: 2}
+
+
+def test_a_run_outside_the_graph_is_of_padding_and_leaves_the_last_replay_alone() -> None:
+    fixture = Fixture()
+    out, expected = fixture.replay(3, 5)
+    rows = fixture.graphs._batches[4].rows
+    held, runs, replans = rows.clone(), [], fixture.replans
+    inner = fixture.graphs._run
+    fixture.graphs._run = lambda fb: runs.append(inner(fb)) or runs[-1]
+    for size in fixture.graphs.buckets:
+        fixture.graphs.rerun(size, nullcontext())
+    assert torch.equal(out, expected) and torch.equal(rows, held) and fixture.replans == replans + 4
+    padding = torch.tensor([ROWS - 1, 0, 0, 1, (ROWS - 1) * PAGES])
+    assert [len(run) for run in runs] == [1, 2, 4, 8] and all(torch.equal(run, padding.expand_as(run)) for run in runs)
+    fixture.graphs._run = inner
+    out, expected = fixture.replay(3, 6)
+    assert torch.equal(out, expected)

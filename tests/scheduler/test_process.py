@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -211,7 +212,11 @@ def test_profile(process: Running, peer: Peer, tmp_path: Path) -> None:
     assert profile(True, tmp_path / "traces").ok
     reply = profile(True, tmp_path / "traces")
     assert not reply.ok and "already" in reply.message
+    peer.add("profiled", [1, 2], max_new_tokens=4)
+    peer.until(lambda: peer.ends("profiled"))
     reply = profile(False)
+    found = json.loads(Path(str(reply.info["roles"])).read_text())
+    assert [step["kind"] for step in found] == ["decode", "prefill"] and found[1]["values"]["tokens"] == 2
     assert reply.ok and Path(reply.message).parent == tmp_path / "traces" and Path(reply.message).stat().st_size > 0
     # A folder that is gone when the trace is due costs the trace and nothing else.
     assert profile(True, tmp_path / "lost").ok

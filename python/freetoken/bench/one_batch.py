@@ -289,9 +289,9 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     return pairs or [(size, length) for length in args.input_len for size in args.batch_size]
 
 
-def server_args(args: argparse.Namespace) -> ServerArgs:
-    """The server's part of the arguments, with sizes that these batches need where none was given."""
-    result = ServerArgs(**cli.server_values(args, _OWN))
+def server_args(args: argparse.Namespace, own: Sequence[str] = _OWN) -> ServerArgs:
+    """The server's part of the arguments (all but ``own``), with sizes that these batches need where none was given."""
+    result = ServerArgs(**cli.server_values(args, own))
     pairs = shapes(args)
     largest, longest = max(p[0] for p in pairs), max(p[1] for p in pairs) + args.output_len
     result.max_running_requests = result.max_running_requests or largest

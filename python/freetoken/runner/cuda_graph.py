@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -100,6 +101,7 @@ class DecodeGraphs:
         self.replays = dict.fromkeys(self.buckets, 0)
         self.misses = 0
         self._ring = ring
+        self._run = run
         self._replan = replan
         self._padding_row = page_table.shape[0] - 1
         self._batches: dict[int, ForwardBatch] = {}
@@ -136,6 +138,18 @@ class DecodeGraphs:
         self._captured[size].replay()
         self.replays[size] += 1
         return self._captured[size].output[:count], self._batches[size].rows[:count]
+
+    def rerun(self, size: int, within: AbstractContextManager[object]) -> None:
+        """Run bucket ``size`` outside its graph, on padding lanes alone and inside ``within``: the kernels of a replay one by one.
+
+        No request notices: what the static buffers hold is put back, since a draw of the last replay may still need it.
+        """
+        kept = self._static.clone()
+        self._upload(size, *_padding(0, size, self._padding_row))
+        self._replan(self._batches[size])
+        with within:
+            self._run(self._batches[size])
+        self._static.copy_(kept)
 
     def _upload(self, size: int, *arrays: np.ndarray) -> None:
         self._ring.upload(self._layouts[size], arrays, target=self._static)

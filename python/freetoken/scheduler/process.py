@@ -11,12 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from freetoken import crash_dump, environ, logs
-from freetoken.errors import FreetokenError
+from freetoken.errors import FreetokenError, StartupError
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import (
     AbortRequest,
@@ -46,6 +47,9 @@ from freetoken.scheduler.watchdog import Watchdog
 from freetoken.server_args import Config
 from freetoken.startup import tokenizer_of
 
+if TYPE_CHECKING:
+    from freetoken.profiling.session import Session
+
 logger = logging.getLogger("freetoken.scheduler")
 
 STATS_SECONDS = 0.5
@@ -66,7 +70,7 @@ class SchedulerProcess:
         self._last_stats = 0.0
         self._last_loading = 0.0
         self._decode_steps = 0
-        self._profiler: object = None
+        self._profile_session: Session | None = None
         self._profile_folder = ""
         self.scheduler: Scheduler | None = None
         self.steps = StepLog()
@@ -170,10 +174,10 @@ class SchedulerProcess:
                 scheduler.abort(None)
 
     def _profile(self, message: Profile) -> ControlReply:
-        import torch
+        from freetoken.profiling.session import Session, write_roles
 
         if message.start:
-            if self._profiler is not None:
+            if self._profile_session is not None:
                 return ControlReply(message.call, False, "a profile is already being taken")
             folder = message.folder or os.path.join(tempfile.gettempdir(), "freetoken-profile")
             try:
@@ -182,19 +186,22 @@ class SchedulerProcess:
                 why = error.strerror if isinstance(error, OSError) else error
                 return ControlReply(message.call, False, f"cannot write to {folder!r}: {why}")
             self._profile_folder = folder
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()  # type: ignore[attr-defined]
+            session = Session(self.runner)
+            session.start()
+            self._profile_session = session
             return ControlReply(message.call, True, "started")
-        if self._profiler is None:
+        if self._profile_session is None:
             return ControlReply(message.call, False, "no profile is being taken")
-        profiler, self._profiler = self._profiler, None
-        path = os.path.join(self._profile_folder, f"freetoken-{int(time.time())}.trace.json")
-        profiler.stop()  # type: ignore[attr-defined]
-        profiler.export_chrome_trace(path)  # type: ignore[attr-defined]
-        # The exporter reports a file it cannot open in the log alone.
-        if not os.path.exists(path):
-            return ControlReply(message.call, False, f"cannot write to {path}; the profile is lost")
-        return ControlReply(message.call, True, path)
+        session, self._profile_session = self._profile_session, None
+        path = Path(self._profile_folder) / f"freetoken-{int(time.time())}.trace.json"
+        try:
+            session.stop(path)
+        except StartupError as error:
+            return ControlReply(message.call, False, str(error))
+        roles, why = write_roles(path)
+        return ControlReply(
+            message.call, True, str(path), info={"no_roles": why} if roles is None else {"roles": str(roles)}
+        )
 
     # --- going wrong -------------------------------------------------------------------------------------------------
 
