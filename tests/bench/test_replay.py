@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
+from freetoken.runner import model_runner
 
 DENSE: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,22 +44,45 @@ HYBRID = DENSE | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-GEOMETRIES = {"dense": DENSE, "hybrid": HYBRID}
+PACKED = HYBRID | {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "quantization_config": {"quant_method": "pq2", "group_size": 128, "hadamard_block": 128, "sign_mode": "explicit"},
+}
+GEOMETRIES = {"dense": DENSE, "hybrid": HYBRID, "packed": PACKED}
 COMMON = {"rms_norm", "rope_kv", "small_gemm", "silu_mul", "sample"}
 OPS = {"dense": COMMON, "hybrid": COMMON | {"gdn_conv", "gdn_decode", "gdn_prefill"}}
+OPS["packed"] = {"small_gemm", "rope_kv", "sample", "gdn_conv", "gdn_decode", "gdn_prefill"} | {
+    "hadamard",
+    "pq2_gemv",
+    "pq2_gemm",
+}
 
 
 def flags(folder: Path, **changes: str) -> list[str]:
     values = {
         "model-path": str(folder),
         "load-format": "dummy",
-        # A CPU's memory is shared with whatever else runs there.
-        "mem-fraction-static": "0.95",
         "device": "cpu",
         "dtype": "float32",
         "random-seed": "5",
     }
     return [part for name, value in (values | changes).items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room() -> Iterator[None]:
+    """Memory as on a machine on which nothing else runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**33, total=2**34))
+        yield
 
 
 @pytest.fixture(scope="module", params=sorted(GEOMETRIES))
@@ -95,6 +121,17 @@ def test_steps_layers_and_links_are_what_they_should_be(kind: str, captured: tup
     found = replay_store.Capture(captured[1])
     assert list(dict.fromkeys(call.step for call in found.calls)) == ["prefill-0", "decode-0", "decode-3"]
     assert {call.layer for call in found.calls} == {-1, 0, 1}
+    for call in found.calls:
+        if call.op_name == "rope_kv":
+            assert set(call.after) == {"k_pool", "v_pool"}
+    if kind == "packed":
+        # Quantised activations and two-bit weights are made of several tensors.
+        products = [call for call in found.calls if call.op_name == "pq2_gemv"]
+        assert all("p" in call.inputs["weight"]["f"]["codes"] for call in products)
+        assert any(
+            "l" in call.inputs["activation"]["f"]["values"] for call in products if "f" in call.inputs["activation"]
+        )
+        return
     gates = [call for call in found.calls if call.method == "linear_silu_mul"]
     assert len(gates) == 3 * 2
     downs = [c for c in found.calls if c.inputs.get("x", {}).get("l") in {gate.name for gate in gates}]
@@ -102,9 +139,20 @@ def test_steps_layers_and_links_are_what_they_should_be(kind: str, captured: tup
     # Parameters are named, never stored.
     assert all("p" in call.inputs["weight"] for call in found.calls if call.op_name in ("rms_norm", "small_gemm"))
     assert gates[0].inputs["weight"]["p"] == "model.layers.0.mlp.gate_proj.weight:0"
-    for call in found.calls:
-        if call.op_name == "rope_kv":
-            assert set(call.after) == {"k_pool", "v_pool"}
+
+
+def test_a_configuration_reads_the_same_in_every_process() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Model:
+        name: str
+        rotated: frozenset[str]
+        signs: bytes
+
+    names = [f"layer {i}" for i in range(40)]
+    texts = {
+        replay_store.describe(Model(n, frozenset(order), b"\x01")) for n, order in (("a", names), ("b", names[::-1]))
+    }
+    assert len(texts) == 1 and '"rotated": ["layer 0", "layer 1", "layer 10"' in texts.pop()
 
 
 @pytest.mark.parametrize("kind", ["dense"], indirect=True)

@@ -96,8 +96,6 @@ def make_config(
         max_total_tokens=4096,
         random_seed=5,
         disable_cuda_graph=True,
-        # A CPU's memory is shared with whatever else runs there.
-        mem_fraction_static=None if GPU else 0.95,
     )
     config = configure(args, open_model(args))
     return dataclasses.replace(config, cuda_graph_bs=buckets, **changes)
@@ -133,14 +131,16 @@ SIZES = [
     pytest.param(PACKED_27B_LAYERS, id="packed 27b", marks=pytest.mark.gpu),
 ]
 FAMILIES = pytest.mark.parametrize("geometry", SIZES[:2])
+TINY: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 96}
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODEL_SIZES: dict[str, dict[str, object]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS},
-    "qwen3_5": HYBRID,
+    "llama": {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3": TINY,
+    "qwen3_moe": {**TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS},
+    "qwen3_5": {**HYBRID, **TINY},
     "qwen3_5_moe": {
         **HYBRID,
+        **TINY,
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
         **EXPERTS,
@@ -231,9 +231,9 @@ def test_replays_of_every_model_do_not_need_what_is_kept_between_steps(
     plain = ModelRunner(dataclasses.replace(config, cuda_graph_bs=()))
     assert all(choice.impl == "reference" for choice in plain.model.kernel_choices())
     rng = np.random.default_rng(7)
-    for turn in range(3):
+    for turn in range(2):
         # Prompts beside decodes, eagerly, and batches that no bucket holds.
-        generate(runner, config, prompts_of(6 + turn, turn), 3)
+        generate(runner, config, prompts_of(5 + turn, turn), 2)
         gc.collect()
         with torch.inference_mode():
             fill(runner)
@@ -242,7 +242,7 @@ def test_replays_of_every_model_do_not_need_what_is_kept_between_steps(
 
 
 def test_every_architecture_has_a_size() -> None:
-    served = {find(str(size["architectures"][0])).class_name for size in MODEL_SIZES.values()}
+    served = {find(str({**GEOMETRY, **size}["architectures"][0])).class_name for size in MODEL_SIZES.values()}
     assert served == {entry.class_name for entry in MODELS}
 
 

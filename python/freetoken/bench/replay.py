@@ -44,7 +44,7 @@ _CAPTURE = (
     "output",
 )
 _RUN = ("command", "capture", "impl", "versus", "ops", "layers", "linked", "exact", "bound", "pairs", "output", "label")
-_MACHINE = ("device",)
+_MACHINE = ("device", "mem_fraction_static")
 """Flags that a replay does not take over from the capture."""
 
 

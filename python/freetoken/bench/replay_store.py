@@ -31,9 +31,25 @@ Fetch = Callable[[str, str], torch.Tensor]
 """A recorded output by the name of its call and its path."""
 
 
+def _plain(value: Any) -> Any:
+    """What JSON lacks, the same in every process: a set has no order of its own."""
+    return (
+        sorted(value)
+        if isinstance(value, (set, frozenset))
+        else value.hex()
+        if isinstance(value, bytes)
+        else str(value)
+    )
+
+
+def describe(model: Any) -> str:
+    """A model's configuration as text, without the name it goes by."""
+    return json.dumps(dataclasses.asdict(model) | {"name": ""}, sort_keys=True, default=_plain)
+
+
 def fingerprint(runner: Any) -> dict[str, str]:
     """Package version, a hash of the model's configuration, its type, and a hash of some elements of every weight."""
-    described = json.dumps(dataclasses.asdict(runner.config.model), sort_keys=True, default=str)
+    described = describe(runner.config.model)
     weights = hashlib.sha256()
     for name, tensor in parameters_of(runner.model).items():
         step = max(1, tensor.numel() // SAMPLED)
