@@ -81,7 +81,9 @@ def flags(folder: Path, **changes: str) -> list[str]:
 def _room() -> Iterator[None]:
     """Memory as on a machine on which nothing else runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**33, total=2**34))
+        patch.setattr(
+            model_runner.psutil, "virtual_memory", lambda: SimpleNamespace(available=15 << 30, total=16 << 30)
+        )
         yield
 
 

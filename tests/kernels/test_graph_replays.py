@@ -23,6 +23,7 @@ from freetoken.runner.cuda_graph import CudaGraphCapture, RerunCapture
 
 pytest.importorskip("triton")
 
+SIZES = dataclasses.replace(op_rows.SMALL, dtype=torch.bfloat16) if DEVICE == "cuda" else op_rows.SMALL
 SEEDS = (0, 1, 2) if DEVICE == "cuda" else (0, 1)
 CALLS = 2 if DEVICE == "cuda" else 1
 """Calls of a method that are looked at, of those that its row makes: the first, and on a GPU the last."""
@@ -49,7 +50,7 @@ def record(row: str, seed: int) -> list[Call]:
     torch.manual_seed(seed)
     found: list[Call] = []
     with torch.inference_mode(), Recorder([name]) as recorder:
-        cases = op_rows.OPS[row](DEVICE, op_rows.SMALL)
+        cases = op_rows.OPS[row](DEVICE, SIZES)
         for index, case in enumerate(cases):
             recorder.begin(f"case-{index}")
             case.reference()
