@@ -317,7 +317,7 @@ def test_a_value_that_cannot_be_recorded_is_named() -> None:
     act = SiluMul(Choice("silu_mul", "", "reference", "test"))
     with (
         Recorder(["silu_mul"]) as record,
-        pytest.raises(TypeError, match=r"silu_mul.__call__.0: in.gate_up is of type set"),
+        pytest.raises(StartupError, match=r"silu_mul.__call__.0: in.gate_up is of type set"),
     ):
         record.begin("s")
         act({1})

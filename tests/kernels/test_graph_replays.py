@@ -22,6 +22,8 @@ from freetoken.kernels import dispatch, launch
 from freetoken.runner.cuda_graph import CudaGraphCapture, RerunCapture
 
 pytest.importorskip("triton")
+# Where there is a GPU these are tests of it.
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 SIZES = dataclasses.replace(op_rows.SMALL, dtype=torch.bfloat16) if DEVICE == "cuda" else op_rows.SMALL
 SEEDS = (0, 1, 2) if DEVICE == "cuda" else (0, 1)

@@ -217,7 +217,9 @@ def test_replay_equals_eager_bit_for_bit(geometry: dict[str, object], count: int
             replay_beside_eager(runner, count, rng, None)
 
 
-@pytest.mark.parametrize("name", sorted(MODEL_SIZES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gpu] if GPU else []) for name in sorted(MODEL_SIZES)]
+)
 def test_replays_of_every_model_do_not_need_what_is_kept_between_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from freetoken.bench.replay_rows import ROWS
+from freetoken.errors import StartupError
 
 Node = dict[str, Any]
 """A value as JSON: a tensor by its key (``t``), by parameter (``p``) or by another call's output (``l``), else plain data."""
@@ -88,7 +89,12 @@ def parameters_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Recorder:
-    """Records calls of ``ops`` in ``layers`` (``None``: all). ``wrapped`` are further objects whose ``forward`` is a layer's."""
+    """Records calls of ``ops``.
+
+    Tensors of ``parameters`` are recorded by name. ``layers`` are a model's, in order, so that calls know the layer they are made in;
+    with ``only_layers`` calls in others, and outside of layers, are passed over. :class:`StartupError` for an argument of a type that
+    cannot be recorded.
+    """
 
     def __init__(
         self,
@@ -204,7 +210,7 @@ class Recorder:
             return {"c": f"{type(value).__module__}:{type(value).__qualname__}", "f": fields}
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"v": value}
-        raise TypeError(f"{call.name}: {path} is of type {type(value).__name__}, which cannot be recorded")
+        raise StartupError(f"{call.name}: {path} is of type {type(value).__name__}, which cannot be recorded")
 
     def _encode_tensor(self, call: Call, path: str, tensor: torch.Tensor, link: bool) -> Node:
         if node := self._parameters.node(tensor):

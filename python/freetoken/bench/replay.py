@@ -205,6 +205,7 @@ def _timed(
     from freetoken.bench.replay_arm import pairs, passes, thunks
 
     first, second, graphs = passes(thunks(a, found, calls), thunks(b, found, calls), a.device)
+    found.forget()
     control = pairs(first, first, args.pairs, a.device)
     result = ab_stats.compare("us", control, pairs(first, second, args.pairs, a.device), lower_is_better=True)
     us, versus_us = (1e6 * seconds / len(calls) for seconds in (result.b, result.a))
