@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all but the last group, else those
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all but the last two groups, else those
 # that are named, so that a machine lent for minutes can do it in turns:
 #   tests     every test that needs a GPU
 #   ops       each fused op beside its reference and the roof
@@ -8,6 +8,7 @@
 #   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
+#   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
 #   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default /tmp/freetoken-profile
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
@@ -41,7 +42,11 @@ experts=(--model-path benchmarks/configs/qwen3-30b-a3b --load-format dummy --dty
 experts_label="Qwen3-30B-A3B geometry, bf16, random weights"
 fp8=(--model-path benchmarks/configs/qwen3.5-35b-a3b-fp8 --load-format dummy --dtype bfloat16 --random-seed 1)
 fp8_label="Qwen3.5-35B-A3B geometry, FP8, random weights"
-# The same in 2 bits, rotated.
+qwen4=(--model-path benchmarks/configs/qwen3.8-flash-next-fp8 --load-format dummy --dtype bfloat16 --random-seed 1)
+qwen4+=(--ple-table pinned --context-length 20000 --max-running-requests 8 --cuda-graph-bs 1 4 8 --state-cache-gb 0)
+qwen4+=(--max-prefill-tokens 4096 --mem-fraction-static 0.97)
+qwen4_label="Qwen3.8-Flash-Next geometry, FP8, random weights"
+# The 27B in 2 bits, rotated.
 packed=(--model-path benchmarks/configs/qwen3.5-27b-pq2 --load-format dummy --dtype bfloat16 --random-seed 1)
 packed_label="27B PQ2_0 random"
 input=1024
@@ -140,7 +145,7 @@ wanted() {
 }
 
 usual="tests ops dense hybrid experts packed"
-known="$usual profile replay"
+known="$usual qwen4 profile replay"
 groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
@@ -203,6 +208,16 @@ fi
 if wanted replay replay; then
     part "replay" replay "$label" "${model[@]}"
     part "replay, 2 bits" replay "$packed_label" "${packed[@]}"
+fi
+if wanted qwen4 qwen3.8-flash-next-fp8-one-batch; then
+    part "one batch, qwen4_exp" "$python" -m freetoken.bench.one_batch "${qwen4[@]}" --label "$qwen4_label" \
+        --shape "1x$input" "4x$input" "8x$input" 1x4096 1x8192 1x16384 --output-len 64 --repeats 2 \
+        --output "$out/qwen3.8-flash-next-fp8-one-batch.jsonl"
+    export FREETOKEN_PLE_FUSED_HASH=0
+    part "one batch, qwen4_exp, hash by torch" "$python" -m freetoken.bench.one_batch "${qwen4[@]}" \
+        --label "$qwen4_label, FREETOKEN_PLE_FUSED_HASH=0" --shape "1x$input" 1x4096 1x8192 1x16384 --output-len 16 \
+        --repeats 2 --output "$out/qwen3.8-flash-next-fp8-one-batch.jsonl"
+    unset FREETOKEN_PLE_FUSED_HASH
 fi
 if wanted profile qwen3-8b-profile qwen3.5-27b-profile qwen3.5-35b-a3b-fp8-profile qwen3.5-27b-pq2-profile; then
     part "profile" profile qwen3-8b "$label" "${model[@]}" --shape "1x$input" "16x$input"

@@ -1,4 +1,4 @@
-"""Write a tiny random Llama, Qwen3 or Qwen3.5 (also with experts) checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
+"""Write a tiny random Llama, Qwen3, Qwen3.5 (also with experts) or qwen4_exp checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
 
     python scripts/make_tiny_model.py OUT --arch qwen3 --format safetensors --shards 2
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_qwen4_exp import table_tensors
 from tiny_spec import (
     ARCHITECTURES,
     CHAT_TEMPLATE,
@@ -91,6 +92,8 @@ def write_safetensors(folder: Path, spec: TinyModel, quant: str = "f32", shards:
         name: torch.from_numpy(value).to(dtype) for name, value in random_weights(config, spec.seed, spec.stacked)
     }
     weights = quantise_fp8(weights, config, spec.stacked) if spec.fp8 else weights
+    if spec.arch == "qwen4_exp":
+        weights |= table_tensors(config, spec.table_shards, spec.seed, dtype)
     weights = published_names(weights) if spec.vision else weights
     names = list(weights)
     weight_map: dict[str, str] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tiny_qwen4_exp import qwen4_exp_config
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -23,8 +24,10 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen4_exp": "Qwen4ExpForCausalLM",
 }
-HYBRIDS, MIXTURES, IN_GGUF = ("qwen3_5", "qwen3_5_moe"), ("qwen3_moe", "qwen3_5_moe"), ("llama", "qwen3", "qwen3_5")
+HYBRIDS, IN_GGUF = ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("llama", "qwen3", "qwen3_5")
+MIXTURES, SHARED = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp"), ("qwen3_5_moe", "qwen4_exp")
 # What published FP8 checkpoints leave in their own type, by the ends of the names.
 NOT_IN_FP8 = ["lm_head", "mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"]
 FLOAT_QUANTS = ("f32", "f16", "bf16")
@@ -67,12 +70,15 @@ class TinyModel:
     """What to make. ``rope_scaling`` is the Hugging Face dictionary; ``extra_vocab`` adds embedding rows that the
     tokenizer does not know; ``pre`` is the tokenizer family (default: ``smollm`` for llama, ``qwen35`` for qwen3_5, ``qwen2`` for the others).
 
-    For qwen3_moe and qwen3_5_moe: the sizes of the experts; ``stacked`` writes the experts of a layer as one tensor. For qwen3_moe
+    For the architectures with experts: the sizes of the experts; ``stacked`` writes the experts of a layer as one tensor. For qwen3_moe
     ``sparse_step`` and ``dense_layers`` (numbers and commas) say which layers have none. ``fp8`` stores linear layers in FP8 with
     block scales, in any architecture.
 
-    For qwen3_5 and qwen3_5_moe: ``layer_pattern`` has a letter for each layer, ``l`` for linear and ``f`` for full attention (default: every fourth
+    For qwen3_5, qwen3_5_moe and qwen4_exp: ``layer_pattern`` has a letter for each layer, ``l`` for linear and ``f`` for full attention (default: every fourth
     full), and ``vision`` writes the checkpoint as it is published, beside a vision tower and a layer of multi-token prediction.
+
+    For qwen4_exp: ``streams`` and ``hyper_rank`` of the hyper-connections, ``ple_layers`` (numbers from 1 and commas) with n-gram
+    embeddings of ``ple_width``, their tables in ``table_shards``, and the indexer of attention.
 
     For GGUF files: ``hadamard`` is the block that matrices are rotated in (0: not at all), ``plain_signs`` leaves the signs out,
     ``gdn_v_grouped`` rotates the output projection of linear attention in the order of grouped value heads, and ``mtp`` blocks of
@@ -111,6 +117,19 @@ class TinyModel:
     dense_layers: str = ""
     stacked: bool = False
     fp8: bool = False
+    streams: int = 4
+    hyper_rank: int = 12
+    ple_layers: str = "2"
+    ple_width: int = 64
+    ngram_size: int = 3
+    ngram_heads: int = 2
+    ngram_base: int = 300
+    table_shards: int = 4
+    index_heads: int = 8
+    index_dim: int = 12
+    index_budget: int = 16
+    index_ratio: int = 4
+    output_gate: str | None = "sigmoid"
     hadamard: int = 0
     plain_signs: bool = False
     gdn_v_grouped: bool = False
@@ -190,7 +209,7 @@ def _moe_config(spec: TinyModel) -> dict[str, Any]:
         "num_experts_per_tok": spec.top_k,
         "moe_intermediate_size": spec.expert_size,
     }
-    if spec.arch == "qwen3_5_moe":
+    if spec.arch in SHARED:
         return {**common, "shared_expert_intermediate_size": spec.shared_size}
     dense = [int(layer) for layer in spec.dense_layers.split(",") if layer]
     return {
@@ -218,6 +237,8 @@ def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
         config["layer_types"] = [kinds[letter] for letter in spec.layer_pattern]
     rope = {"rope_theta": config.pop("rope_theta"), "partial_rotary_factor": spec.partial_rotary}
     rope |= config.pop("rope_scaling") or {"rope_type": "default"}
+    if spec.arch == "qwen4_exp":
+        config |= qwen4_exp_config(spec)
     config["rope_parameters"] = rope | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
     if not spec.vision:
         return config

@@ -9,7 +9,7 @@ sources=(
     scheduler/radix.py scheduler/allocator.py scheduler/policy.py scheduler/scheduler.py scheduler/request.py
     scheduler/queue.py scheduler/preemption.py scheduler/grammar.py grammar
     loader/gguf.py loader/hadamard.py loader/packing.py loader/tokenizer.py loader/checkpoint.py loader/ple_table.py loader/demo.py
-    models/config.py models/ple_config.py models/state.py models/parse.py models/parse_moe.py models/registry.py runner/memory.py
+    models/config.py models/ple_config.py models/state.py models/parse.py models/parse_moe.py models/parse_qwen4_exp.py models/registry.py runner/memory.py
     runner/row_reader.py
     profiling/__init__.py profiling/roles.py profiling/trace.py profiling/accounting.py profiling/traffic.py profiling/summary.py
     bench

@@ -33,6 +33,7 @@ TORCH_FREE = (
     "models/ple_config",
     "models/parse",
     "models/parse_moe",
+    "models/parse_qwen4_exp",
     "models/registry",
     "loader/gguf",
     "loader/hadamard",

@@ -99,6 +99,18 @@ TABLE: tuple[EnvVar, ...] = (
         "1",
         f"Gates of n-gram embeddings (PLE) and their convolution in decode steps: {_KERNEL_HELP}.",
     ),
+    EnvVar(
+        "FREETOKEN_HYPER_FUSED_MIX",
+        "kernel",
+        "1",
+        f"Norms, gates and write-back of hyper-connections: {_KERNEL_HELP}.",
+    ),
+    EnvVar(
+        "FREETOKEN_QSA_FUSED_DECODE",
+        "kernel",
+        "1",
+        f"Index keys, selection and sparse attention of decode steps behind an indexer: {_KERNEL_HELP}.",
+    ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(
         "FREETOKEN_CHECK_INVARIANTS", "bool", "0", "Check page and row accounts after every step, not only when idle."

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 from make_tiny_model import make_tiny_model
 from oracle import Oracle
 from rig import Rig
-from safetensors.torch import load_file, save_file
-from ways import BUCKETS, TIGHT, WAYS, Model, check, random_prompts, serve_all_ways
+from ways import BUCKETS, TIGHT, WAYS, Model, check, dequantised, random_prompts, serve_all_ways
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "sums of the softmax": {"arch": "qwen3_moe", "seed": 1, "shards": 2},
@@ -45,27 +42,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
     "FP8, dense": {"arch": "qwen3_5", "num_layers": 4, "fp8": True, "attention_bias": True, "seed": 9},
 }
-
-
-def dequantised(path: Path, target: Path) -> Path:
-    """The same checkpoint as plain floats: each FP8 value times the scale of its block."""
-    tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        scale, owner = tensors.pop(name), name.removesuffix("_scale_inv")
-        values = tensors[owner].float()
-        for row in range(scale.shape[-2]):
-            for column in range(scale.shape[-1]):
-                block = (..., slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
-                values[block] *= scale[..., row, column, None, None]
-        tensors[owner] = values
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    for file in path.glob("*.json"):
-        (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from oracle import Oracle
 from rig import Answer, Rig
+from safetensors.torch import load_file, save_file
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,27 @@ class Model:
 def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(384) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def dequantised(path: Path, target: Path) -> Path:
+    """The same checkpoint as plain floats: each FP8 value times the scale of its block."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scale, owner = tensors.pop(name), name.removesuffix("_scale_inv")
+        values = tensors[owner].float()
+        for row in range(scale.shape[-2]):
+            for column in range(scale.shape[-1]):
+                block = (..., slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+                values[block] *= scale[..., row, column, None, None]
+        tensors[owner] = values
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    for file in path.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def serve_all_ways(path: Path, prompts: list[list[int]], every: int = 2, count: int = 24, **options: Any) -> Rig:

@@ -43,7 +43,7 @@ def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool)
             f"attn split {suffix}",
             f"{DECODE}:_split_kernel",
             _types(element),
-            {**shape, "KV_HEADS": kv_heads, "PAGE": 16, "BLOCK_G": 16},
+            {**shape, "KV_HEADS": kv_heads, "PAGE": 16, "BLOCK_G": 16, "SLOTS": False},
             {**pdl, "num_warps": split.num_warps, "num_stages": split.num_stages},
             **limits,
         )

@@ -63,7 +63,7 @@ NORM = KernelCase(
         "eps": "fp32",
         **dict.fromkeys(("rows", "z_stride"), "i32"),
     },
-    {"HEADS": HEADS, "DV": WIDTH, "BLOCK_ROWS": 32, "BLOCK_V": WIDTH},
+    {"HEADS": HEADS, "DV": WIDTH, "BLOCK_ROWS": 32, "BLOCK_V": WIDTH, "SIGMOID": False},
     {"num_warps": 4},
 )
 GATE = KernelCase(

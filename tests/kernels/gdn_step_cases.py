@@ -80,6 +80,7 @@ def _step(element: str, config: DecodeConfig, dk: int = WIDTH, dv: int = WIDTH) 
         "LANES": 32 * config.num_warps,
         "PREFETCH": False,
         "SETTLED": False,
+        "SIGMOID": False,
         "ON_GPU": True,
         "EARLY": False,
     }

@@ -61,13 +61,15 @@ class Layer:
         impl: str,
         config: DecodeConfig | None = None,
         states: tuple[torch.Tensor, torch.Tensor] | None = None,
+        sigmoid: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output and both states after a step on ``states``, by default copies of the layer's."""
         conv, rec = states or (self.conv_state.clone(), self.rec_state.clone())
         op = GdnDecode(choice("gdn_decode", impl), config)
         op.reserve(inputs[0].shape[0], rec)
         weights: tuple[Any, ...] = (self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, EPS)
-        return op(*inputs, *weights, conv, rec, slots, positions, settled=bool(slots.numel() % 2)), conv, rec
+        settled = bool(slots.numel() % 2)
+        return op(*inputs, *weights, conv, rec, slots, positions, settled=settled, sigmoid=sigmoid), conv, rec
 
 
 def layer(
@@ -181,8 +183,11 @@ def test_kernel_equals_reference(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(inputs, kept, strict=True))
 
 
-@pytest.mark.parametrize(("impl", "config"), [("reference", None), ("triton", WHOLE), ("triton", SPLIT)])
-def test_steps_equal_the_rule_over_the_whole_sequence(impl: str, config: DecodeConfig | None) -> None:
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(
+    ("impl", "config"), [("reference", None), ("triton", WHOLE), ("triton", SPLIT), ("check", None)]
+)
+def test_steps_equal_the_rule_over_the_whole_sequence(impl: str, config: DecodeConfig | None, sigmoid: bool) -> None:
     this, count = layer(1, 2, 16, 12, 4), 20
     qkv, z, a, b = this.tokens(count)
     slots, fresh = ids(2), torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -193,12 +198,12 @@ def test_steps_equal_the_rule_over_the_whole_sequence(impl: str, config: DecodeC
     heads = (q.reshape(count, 1, 16), k.reshape(count, 1, 16), v.reshape(count, 2, 12))
     plan = make_plan([count], DEVICE)
     o = prefill_reference.gdn_prefill(*heads, a, b, this.A_log, this.dt_bias, rec, slots, fresh, plan, chunked=False)
-    expected = prefill_reference.gated_norm(o, z, this.norm_weight, EPS)
+    expected = prefill_reference.gated_norm(o, z, this.norm_weight, EPS, sigmoid)
 
     states = (this.conv_state.clone(), this.rec_state.clone())
     for position in range(count):
         token = tuple(x[position : position + 1] for x in (qkv, z, a, b))
-        out, *_ = this.step(token, slots, ids(position), impl, config, states)
+        out, *_ = this.step(token, slots, ids(position), impl, config, states, sigmoid)
         assert relative_rms(out, expected[position : position + 1]) < 1e-5
     assert relative_rms(states[1][2], rec[2]) < 1e-5
     assert torch.equal(states[0][2], ring[2])

@@ -70,6 +70,16 @@ def test_gated_norm_is_the_scalar_rule() -> None:
                 assert float(out[t, 5 * h + j]) == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def test_a_sigmoid_gate() -> None:
+    o, z, weight, eps = norm_inputs(5, 3, 16, torch.float32)
+    plain = reference.gated_norm(o, torch.full_like(z, 30.0), weight, eps) / 30
+    expected = plain * torch.sigmoid(z)
+    assert relative_rms(reference.gated_norm(o, z, weight, eps, True), expected) < 1e-5
+    for impl in ("triton", "check"):
+        out = GdnPrefill(choice("gdn_prefill", impl)).norm(o, z, weight, eps, True)
+        assert relative_rms(out, expected) < checking.RELATIVE_RMS[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gated_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")

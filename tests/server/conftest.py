@@ -35,14 +35,14 @@ class Served:
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, value: object, **kwargs: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=value, timeout=20, **kwargs)
+        return httpx.post(self.url + path, json=value, timeout=60, **kwargs)
 
     def post_text(self, path: str, text: str) -> httpx.Response:
         """A body that is not made by a JSON library."""
-        return httpx.post(self.url + path, content=text.encode(), timeout=20)
+        return httpx.post(self.url + path, content=text.encode(), timeout=60)
 
     def get(self, path: str, **kwargs: object) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **kwargs)
+        return httpx.get(self.url + path, timeout=60, **kwargs)
 
     def chat(self, text: str, **fields: object) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **fields})

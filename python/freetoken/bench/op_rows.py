@@ -510,6 +510,18 @@ def ple_mix(device: str, sizes: Sizes) -> list[Case]:
     return mix_cases(device, sizes)
 
 
+def hyper_mix(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import hyper_cases
+
+    return hyper_cases(device, sizes)
+
+
+def qsa(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import qsa_cases
+
+    return qsa_cases(device, sizes)
+
+
 def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.bench.pq2_rows import product_cases
 
@@ -541,6 +553,8 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "ple_hash": ple_hash,
     "ple_gather": ple_gather,
     "ple_mix": ple_mix,
+    "hyper_mix": hyper_mix,
+    "qsa": qsa,
     "pq2_gemv": pq2_gemv,
     "pq2_quantise": pq2_quantise,
     **op_rows_packed.OPS,

@@ -40,6 +40,8 @@ NAMES = (
     "ple_hash",
     "ple_gather",
     "ple_mix",
+    "hyper_mix",
+    "qsa",
     "pq2_gemv",
     "pq2_quantise",
     "rotated_norm",

@@ -92,7 +92,7 @@ class Recorder:
     """Records calls of ``ops``.
 
     Tensors of ``parameters`` are recorded by name. ``layers`` are a model's, in order, so that calls know the layer they are made in;
-    with ``only_layers`` calls in others, and outside of layers, are passed over. :class:`StartupError` for an argument of a type that
+    with ``only_layers`` calls in others, and outside of layers, are passed over. Without ``links`` inputs are kept that were outputs. :class:`StartupError` for an argument of a type that
     cannot be recorded.
     """
 
@@ -103,12 +103,14 @@ class Recorder:
         parameters: Mapping[str, torch.Tensor] | None = None,
         layers: Iterable[Any] = (),
         only_layers: Collection[int] | None = None,
+        links: bool = True,
     ) -> None:
         self.ops = tuple(ops)
         self._parameters = Parameters(parameters or {})
         self._layers = {id(layer): index for index, layer in enumerate(layers)}
         self._layer_classes = {type(layer) for layer in layers}
         self._only = only_layers
+        self._links = links
         self._step: str | None = None
         self._layer = -1
         self._calls: list[Call] = []
@@ -183,7 +185,9 @@ class Recorder:
         where = f"layer {self._layer}" if self._layer >= 0 else "outside"
         label = f"{self._step}/{where}/{name}.{method}.{number}"
         call = Call(label, name, method, self._step, self._layer, {}, op=op)
-        call.inputs = {key: self._encode(call, f"in.{key}", value, link=True) for key, value in arguments.items()}
+        call.inputs = {
+            key: self._encode(call, f"in.{key}", value, link=self._links) for key, value in arguments.items()
+        }
         result = run()
         for key in ROWS[name].methods[method]:
             if arguments.get(key) is not None:

@@ -115,6 +115,10 @@ def _reserve_packed(op: Any, method: str, arguments: Arguments) -> None:
         many.reserve(arguments["weight"].codes.device)
 
 
+def _qsa(owner: Any, choice: Choice, like: Any) -> Any:
+    return owner(choice, like.table, like.config)
+
+
 _PACKED_BOUNDS = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 _ROTATED_BOUNDS = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _GDN_BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -165,6 +169,11 @@ ROWS: dict[str, Row] = {
     "fp8_gemm": Row("freetoken.kernels.fp8_gemm:Fp8Gemm", {"linear": (), "linear_silu_mul": ()}, _with_silu),
     "ple_hash": Row("freetoken.kernels.ple_hash:PleHash", {"__call__": ("out",)}),
     "ple_mix": Row("freetoken.kernels.ple_mix:PleMix", {"gate": (), "decode": ("residual", "history")}),
+    "hyper_mix": Row(
+        "freetoken.kernels.hyper_mix:HyperMix",
+        {"add": ("residual",), "norm": ("residual",), "squash": (), "mix": ()},
+    ),
+    "qsa": Row("freetoken.kernels.qsa:Qsa", {"attend_decodes": ()}, _qsa, like="qsa"),
 }
 
 

@@ -63,10 +63,25 @@ def weight_bytes_read(model: ModelConfig, *, requests: int, dtype: str) -> float
     )
 
 
+def kv_bytes_read(model: ModelConfig, depth: float, element_bytes: int) -> float:
+    """Bytes of K and V, and of index keys, that one query at the end of ``depth`` tokens reads over all layers."""
+    indexer = model.indexer
+    seen, index = depth, 0.0
+    if indexer is not None and depth > indexer.visible:
+        seen, index = indexer.visible, depth / indexer.ratio * indexer.head_dim
+    return model.num_attention_layers * (2 * seen * model.kv_size + index) * element_bytes
+
+
+def pairs_seen(model: ModelConfig, tokens: int) -> float:
+    """Pairs of query and key in a prompt of ``tokens``: the lower triangle, behind an indexer cut off at what a query sees."""
+    limit = tokens if model.indexer is None else min(tokens, model.indexer.visible)
+    return limit * (limit + 1) / 2 + (tokens - limit) * limit
+
+
 def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str, kv_dtype: str) -> float:
-    """Bytes one decode step must move: the weights it uses once, K and V of ``requests`` sequences of ``depth`` tokens, and their
-    recurrent state, which is read and written."""
-    kv = requests * depth * model.kv_bytes_per_token(ELEMENT_BYTES[kv_dtype])
+    """Bytes one decode step must move: the weights it uses once, K and V of ``requests`` sequences of ``depth`` tokens (behind an indexer
+    those of the tokens that are seen, and the keys of all blocks), and their recurrent state, which is read and written."""
+    kv = requests * kv_bytes_read(model, depth, ELEMENT_BYTES[kv_dtype])
     states = 2 * requests * state_slot_bytes(find(model.architecture).state_specs(model), dtype)
     return weight_bytes_read(model, requests=requests, dtype=dtype) + kv + states
 
@@ -74,11 +89,11 @@ def decode_bytes(model: ModelConfig, *, requests: int, depth: float, dtype: str,
 def prefill_flops(model: ModelConfig, *, requests: int, tokens: int) -> float:
     """Multiply-adds times two of a prefill of ``requests`` prompts of ``tokens`` each, from position 0.
 
-    Layer matrices on every token (of experts those it has), causal attention (q·k and p·v on the lower triangle), the delta rule token by token (three
+    Layer matrices on every token (of experts those it has), causal attention (q·k and p·v for the pairs that are seen), the delta rule token by token (three
     products of state and vector), the output head on one row a request.
     """
     matrices = 2 * matrix_elements(model) * requests * tokens
-    attention = model.num_attention_layers * 4 * model.q_size * requests * tokens * (tokens + 1) / 2
+    attention = model.num_attention_layers * 4 * model.q_size * requests * pairs_seen(model, tokens)
     rule = 0
     if model.linear_attention is not None:
         rule = 6 * model.num_linear_layers * model.linear_attention.value_size * model.linear_attention.key_head_dim

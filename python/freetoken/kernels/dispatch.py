@@ -80,6 +80,8 @@ OPS: tuple[Op, ...] = (
     Op("fp8_gemm", "FREETOKEN_FP8_FUSED_GEMM"),
     Op("ple_hash", "FREETOKEN_PLE_FUSED_HASH"),
     Op("ple_mix", "FREETOKEN_PLE_FUSED_MIX"),
+    Op("hyper_mix", "FREETOKEN_HYPER_FUSED_MIX"),
+    Op("qsa", "FREETOKEN_QSA_FUSED_DECODE"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

@@ -6,7 +6,14 @@ import math
 import re
 from collections.abc import Iterator
 
-from freetoken.models.config import LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig, MoeConfig, PackedWeights
+from freetoken.models.config import (
+    LINEAR_ATTENTION,
+    HyperConfig,
+    LinearAttentionConfig,
+    ModelConfig,
+    MoeConfig,
+    PackedWeights,
+)
 from freetoken.models.ple_config import PleConfig
 
 # GGUF types that can be decoded at load, all by the ``gguf`` package.
@@ -130,6 +137,10 @@ def _attention_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = _linears("self_attn", projections, model.attention_bias)
     if model.qk_norm:
         shapes |= {f"self_attn.{part}.weight": (model.head_dim,) for part in ("q_norm", "k_norm")}
+    if model.indexer is not None:
+        size, heads = model.indexer.head_dim, model.indexer.num_heads
+        shapes["self_attn.indexer.index_qk_proj.weight"] = ((heads + 1) * size, hidden)
+        shapes |= {f"self_attn.indexer.{part}_layernorm.weight": (size,) for part in "qk"}
     return shapes
 
 
@@ -157,6 +168,15 @@ def _ple_tensors(ple: PleConfig) -> dict[str, tuple[int, ...]]:
     shapes = _linears("ple", projections, biased=False)
     shapes |= {f"ple.{norm}.weight": (channels,) for norm in ("norm_key", "norm_query", "norm_conv")}
     return shapes | {"ple.conv1d.weight": (channels, 1, ple.conv_width)}
+
+
+def _hyper_tensors(name: str, hidden: int, hyper: HyperConfig, injects: bool) -> dict[str, tuple[int, ...]]:
+    """Of the hyper-connection ``name``; the last one of a model writes nothing back."""
+    channels = hyper.streams * hidden
+    projections = {"input_mix_weight_down": (hyper.rank, channels), "input_mix_weight_up": (channels, hyper.rank)}
+    if injects:
+        projections["block_inject_weight"] = (hyper.streams, channels)
+    return {f"{name}.hc_norm.weight": (channels,), **_linears(name, projections, biased=False)}
 
 
 def _linears(prefix: str, projections: dict[str, tuple[int, int]], biased: bool) -> dict[str, tuple[int, ...]]:
@@ -239,9 +259,12 @@ def expected_tensors(model: ModelConfig, *, stacked: bool = False) -> dict[str, 
     """
     hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
-    norms: dict[str, tuple[int, ...]] = {
-        f"{part}.weight": (hidden,) for part in ("input_layernorm", "post_attention_layernorm")
-    }
+    norms: dict[str, tuple[int, ...]] = {}
+    if model.hyper is None:
+        norms = {f"{part}.weight": (hidden,) for part in ("input_layernorm", "post_attention_layernorm")}
+    else:
+        for part in ("attn_hyper_connection", "mlp_hyper_connection"):
+            norms |= _hyper_tensors(part, hidden, model.hyper, injects=True)
     for layer in range(model.num_layers):
         linear = model.linear_attention if model.layer_type(layer) == LINEAR_ATTENTION else None
         mine = _attention_tensors(model) if linear is None else _linear_attention_tensors(hidden, linear)
@@ -254,7 +277,10 @@ def expected_tensors(model: ModelConfig, *, stacked: bool = False) -> dict[str, 
         mine |= norms
         mine |= {scale_name(name): scale_shape(mine[name]) for name in fp8_tensors(model, layer, mine)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mine.items()}
-    shapes["model.norm.weight"] = (hidden,)
+    if model.hyper is None:
+        shapes["model.norm.weight"] = (hidden,)
+    else:
+        shapes |= _hyper_tensors("model.hyper_connection_mixer", hidden, model.hyper, injects=False)
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes

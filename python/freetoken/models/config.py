@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from freetoken.models.ple_config import PleConfig
@@ -16,13 +16,15 @@ FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig:
-    """Geometry of the Gated DeltaNet layers of a hybrid model. Value head h uses key head ``h // (value / key heads)``."""
+    """Geometry of the Gated DeltaNet layers of a hybrid model. Value head h uses key head ``h // (value / key heads)``.
+    Its output is gated by SiLU, with ``sigmoid_gate`` by a sigmoid."""
 
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
     conv_width: int
+    sigmoid_gate: bool = False
 
     @property
     def key_size(self) -> int:
@@ -43,6 +45,41 @@ class LinearAttentionConfig:
     def projected(self) -> int:
         """Width of everything that is projected from a layer's input: the channels, z, a and b."""
         return self.channels + self.value_size + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperConfig:
+    """Hyper-connections: ``streams`` residual streams, whose mixing into one input has ``rank``."""
+
+    streams: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """What chooses the tokens that a query of full attention sees.
+
+    Keys of ``ratio`` tokens make a block. ``num_heads`` index queries of ``head_dim`` score all whole blocks before the query; it sees
+    the tokens of the best ``budget // ratio`` of them, and those after the last whole block. ``gather_elements`` and ``mask_elements``
+    bound the temporary memory of attention over them.
+    """
+
+    num_heads: int
+    head_dim: int
+    budget: int
+    ratio: int
+    gather_elements: ClassVar[int] = 1 << 25
+    mask_elements: ClassVar[int] = 1 << 20
+
+    @property
+    def blocks(self) -> int:
+        """How many whole blocks a query sees at most."""
+        return self.budget // self.ratio
+
+    @property
+    def visible(self) -> int:
+        """Up to so many tokens of context nothing is left out."""
+        return self.budget + self.ratio - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +173,8 @@ class ModelConfig:
     output. With ``zero_centred_norm`` the stored norm weights are those used less 1 (all but the norm inside linear attention).
     ``float32_norm`` says that these are held in float32. ``packed`` names the matrices that stay in 2 bits.
 
+    ``hyper`` describes hyper-connections in place of the residual and its norms, ``indexer`` the sparse selection of full attention.
+
     ``moe`` describes mixture-of-experts blocks, without which every layer has an MLP of ``intermediate_size``. ``fp8`` says that linear
     layers are stored in FP8; ``dtype`` is then that of all else. ``ple`` is the geometry of per-layer n-gram embeddings, for a model that has them.
     """
@@ -167,6 +206,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     fp8: Fp8Config | None = None
     ple: PleConfig | None = None
+    hyper: HyperConfig | None = None
+    indexer: IndexerConfig | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -204,5 +245,6 @@ class ModelConfig:
         return self.num_layers - self.num_linear_layers
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of K and V of one token over all layers that have them."""
-        return 2 * self.num_attention_layers * self.kv_size * element_bytes
+        """Bytes of K, V and keys of the indexer of one token over all layers that have them."""
+        index = 0 if self.indexer is None else self.indexer.head_dim
+        return self.num_attention_layers * (2 * self.kv_size + index) * element_bytes

@@ -38,7 +38,7 @@ class AttentionBackend(Protocol):
 @dataclass(frozen=True)
 class Pass:
     """What every layer of one forward shares. ``states`` is ``None`` for a model without per-request state; ``extra`` is
-    what the model's :meth:`DecoderModel.prepare` made of the batch."""
+    what the model's :meth:`DecoderModel.prepare` made of the batch, ``index`` what an indexer of attention needs of it."""
 
     fb: ForwardBatch
     kv: KVPool
@@ -46,6 +46,7 @@ class Pass:
     backend: AttentionBackend
     states: StatePool | None = None
     extra: Any = None
+    index: Any = None
 
 
 class Mixer(Protocol):
@@ -136,11 +137,14 @@ class Attention:
 
     def attend(self, qkv: torch.Tensor, step: Pass) -> torch.Tensor:
         """Heads side by side ``[T, Hq * D]`` from projections ``qkv [T, (Hq + 2 Hkv) D]`` of any row stride."""
+        return step.backend.forward(self.kv_layer, self.rotate(qkv, step), step.fb)
+
+    def rotate(self, qkv: torch.Tensor, step: Pass) -> torch.Tensor:
+        """q ``[T, Hq, D]``, normed and rotated; k and v are stored."""
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         layer = self.kv_layer
-        q = self.rope(qkv, step.kv.k(layer), step.kv.v(layer), step.rope, q_norm, k_norm, self.eps)
-        return step.backend.forward(layer, q, step.fb)
+        return self.rope(qkv, step.kv.k(layer), step.kv.v(layer), step.rope, q_norm, k_norm, self.eps)
 
 
 class Mlp(Protocol):
@@ -175,6 +179,18 @@ class DenseMlp:
 
     def __call__(self, x: torch.Tensor | Fed) -> torch.Tensor:
         return self.down(self.gate_up(x))
+
+
+class Layer(Protocol):
+    """One block of a decoder."""
+
+    mlp: Mlp
+
+    def modules(self) -> Iterator[Weighted]:
+        """Its parts that own weights."""
+
+    def forward(self, x: torch.Tensor, residual: Any, step: Pass) -> tuple[torch.Tensor, Any]:
+        """What the next block takes."""
 
 
 class DecoderLayer:
@@ -236,16 +252,22 @@ class DecoderModel:
             self.embedding = self.ops.build.embedding(
                 place, "model.embed_tokens", config.vocab_size, config.hidden_size
             )
-            self.layers = [
-                DecoderLayer(config, self.ops, place, index, self.make_mixer(place, index), self.make_mlp(place, index))
-                for index in range(config.num_layers)
-            ]
-            self.norm = self.ops.build.norm(place, "model.norm", config.hidden_size)
+            self.layers = [self.make_layer(place, index) for index in range(config.num_layers)]
+            self.norm: Any = self.make_norm(place)
             self.head = self.ops.build.head(place, "lm_head", self.embedding, tied=config.tie_word_embeddings)
 
     def make_ops(self) -> Ops:
         """The fused ops of the model."""
         return Ops(self.config, self.device, self.max_positions)
+
+    def make_layer(self, place: Placement, index: int) -> Layer:
+        """Layer ``index``."""
+        mixer, mlp = self.make_mixer(place, index), self.make_mlp(place, index)
+        return DecoderLayer(self.config, self.ops, place, index, mixer, mlp)
+
+    def make_norm(self, place: Placement) -> Any:
+        """What stands between the last layer and the head."""
+        return self.ops.build.norm(place, "model.norm", self.config.hidden_size)
 
     def make_mixer(self, place: Placement, index: int) -> Mixer:
         """The mixer of layer ``index``."""

@@ -140,7 +140,7 @@ class GatedDeltaNet:
             o = self._prefill([part[decodes:] for part in projected], pieces, conv, rec)
             if not decodes and self.out.feed is not None:
                 return self.out(self.out.feed.gated_norm(o, z, self.weights.norm, self.eps))
-            parts.append(self.ops.prefill.norm(o, z, self.weights.norm, self.eps))
+            parts.append(self.ops.prefill.norm(o, z, self.weights.norm, self.eps, self.geometry.sigmoid_gate))
         return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _project(self, x: torch.Tensor | Fed) -> list[torch.Tensor]:
@@ -158,7 +158,9 @@ class GatedDeltaNet:
         count, w = fb.num_decodes, self.weights
         inputs = (qkv, z, a, b, w.conv, w.A_log, w.dt_bias, w.norm, self.eps)
         # A slot is written once a step, and every step begins by gathering ids and embeddings, which waits for the step before.
-        return self.ops.decode(*inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True)
+        return self.ops.decode(
+            *inputs, conv, rec, fb.rows[:count], fb.positions[:count], settled=True, sigmoid=self.geometry.sigmoid_gate
+        )
 
     def _prefill(
         self, projected: list[torch.Tensor], pieces: Pieces, conv: torch.Tensor, rec: torch.Tensor

@@ -1,6 +1,6 @@
 """From a Hugging Face style configuration dictionary to :class:`ModelConfig` (torch-free).
 
-Key names and defaults are those of ``config.json`` as published with Llama, Qwen3 and Qwen3.5 checkpoints (with experts or without), both the older
+Key names and defaults are those of ``config.json`` as published with Llama, Qwen3, Qwen3.5 (with experts or without) and ``qwen4_exp`` checkpoints, both the older
 form (``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``) and the newer one (``rope_parameters``, ``dtype``).
 A checkpoint with a vision tower describes its language model in ``text_config``.
 """
@@ -14,12 +14,21 @@ from typing import Any, NoReturn
 from freetoken.errors import StartupError
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION, LinearAttentionConfig, ModelConfig
 from freetoken.models.parse_moe import parse_fp8, parse_moe
+from freetoken.models.parse_qwen4_exp import (
+    INDEXED_ATTENTION,
+    QWEN4_EXP_ARCHITECTURES,
+    parse_gate,
+    parse_hyper,
+    parse_indexer,
+)
+from freetoken.models.ple_config import parse_ple
 
 HYBRID_ARCHITECTURES = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
+    *QWEN4_EXP_ARCHITECTURES,
 )
 SERVED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *HYBRID_ARCHITECTURES)
 _BY_MODEL_TYPE = {
@@ -30,6 +39,8 @@ _BY_MODEL_TYPE = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen4_exp_text": "Qwen4ExpForCausalLM",
+    "qwen4_exp": "Qwen4ExpForConditionalGeneration",
 }
 # Of a config with text_config these are read beside it, and win.
 _OUTER_KEYS = ("architectures", "model_type", "tie_word_embeddings")
@@ -144,7 +155,8 @@ def parse_hf_config(
     r = _Reader(flatten_text_config(hf), source)
     architecture = _architecture(r)
     hybrid = architecture in HYBRID_ARCHITECTURES
-    _refuse_unserved_features(r, hybrid)
+    fourth = architecture in QWEN4_EXP_ARCHITECTURES
+    _refuse_unserved_features(r, hybrid, fourth)
     hidden_size = r.integer("hidden_size")
     num_heads = r.integer("num_attention_heads")
     num_kv_heads = r.integer("num_key_value_heads", num_heads)
@@ -152,7 +164,7 @@ def parse_hf_config(
         r.fail("num_attention_heads", f"{num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     head_dim = _head_dim(r, architecture, hidden_size, num_heads)
     max_positions = r.integer("max_position_embeddings", 2048 if architecture == "LlamaForCausalLM" else 32768)
-    rotary_dim = _rotary_dim(r, head_dim, 0.25 if hybrid else None)
+    rotary_dim = _rotary_dim(r, head_dim, 1.0 if fourth else 0.25 if hybrid else None)
     rope_theta, rope_scaling = _rope(r, rotary_dim or head_dim, max_positions)
     num_layers = r.integer("num_hidden_layers", most=MAX_LAYERS)
     layer_types = _layer_types(r, num_layers) if hybrid else ()
@@ -185,13 +197,18 @@ def parse_hf_config(
         attention_bias=r.boolean("attention_bias", False),
         mlp_bias=architecture == "LlamaForCausalLM" and r.boolean("mlp_bias", False),
         layer_types=layer_types,
-        linear_attention=_linear_attention(r) if LINEAR_ATTENTION in layer_types else None,
+        linear_attention=_linear_attention(r, parse_gate(r) if fourth else False)
+        if LINEAR_ATTENTION in layer_types
+        else None,
         rotary_dim=rotary_dim,
         attn_output_gate=hybrid,
         zero_centred_norm=hybrid,
         float32_norm=hybrid,
         moe=moe,
         fp8=parse_fp8(r),
+        ple=parse_ple(r, layer_types=layer_types, hidden_size=hidden_size, vocab_size=vocab_size) if fourth else None,
+        hyper=parse_hyper(r) if fourth else None,
+        indexer=parse_indexer(r, rotary_dim or head_dim) if fourth else None,
         dtype=_dtype(r),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -215,13 +232,13 @@ def _architecture(r: _Reader) -> str:
     return name
 
 
-def _refuse_unserved_features(r: _Reader, hybrid: bool) -> None:
+def _refuse_unserved_features(r: _Reader, hybrid: bool, indexed: bool) -> None:
     activation = r.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         r.fail("hidden_act", f"{_brief(activation)} is not served; silu is")
     if r.boolean("use_sliding_window", False):
         r.fail("use_sliding_window", "is true, but sliding-window attention is not served")
-    served = (FULL_ATTENTION, LINEAR_ATTENTION) if hybrid else (FULL_ATTENTION,)
+    served = [FULL_ATTENTION, *([LINEAR_ATTENTION] if hybrid else []), *([INDEXED_ATTENTION] if indexed else [])]
     layer_types = r.values.get("layer_types")
     if isinstance(layer_types, list):
         for kind in layer_types:
@@ -241,12 +258,14 @@ def _layer_types(r: _Reader, num_layers: int) -> tuple[str, ...]:
         r.fail("layer_types", f"must be a list, not {_brief(listed)}")
     if len(listed) != num_layers:
         r.fail("layer_types", f"has {len(listed)} entries, but num_hidden_layers is {num_layers}")
+    # Attention that is called full here is indexed where the model has an indexer.
+    listed = [FULL_ATTENTION if kind == INDEXED_ATTENTION else kind for kind in listed]
     if FULL_ATTENTION not in listed:
         r.fail("layer_types", f"holds no {FULL_ATTENTION}, which is not served")
     return tuple(listed)
 
 
-def _linear_attention(r: _Reader) -> LinearAttentionConfig:
+def _linear_attention(r: _Reader, sigmoid_gate: bool) -> LinearAttentionConfig:
     width = r.integer("linear_conv_kernel_dim", 4)
     if width not in CONV_WIDTHS:
         r.fail("linear_conv_kernel_dim", f"must be from {CONV_WIDTHS[0]} to {CONV_WIDTHS[-1]}, not {width}")
@@ -259,6 +278,7 @@ def _linear_attention(r: _Reader) -> LinearAttentionConfig:
         key_head_dim=r.integer("linear_key_head_dim", 128, most=MAX_LINEAR_HEAD_DIM),
         value_head_dim=r.integer("linear_value_head_dim", 128, most=MAX_LINEAR_HEAD_DIM),
         conv_width=width,
+        sigmoid_gate=sigmoid_gate,
     )
 
 

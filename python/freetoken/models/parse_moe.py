@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Family:
     """``normalised``: what a missing norm_topk_prob means; ``fixed``: it may mean nothing else; ``shared``: there is a shared expert,
-    and every layer has experts."""
+    and every layer has experts; ``top_k``: what a missing num_experts_per_tok means."""
 
     normalised: bool
     fixed: bool
     shared: bool
+    top_k: int = 8
 
 
 _QWEN3_5 = _Family(normalised=True, fixed=True, shared=True)
+_QWEN4_EXP = _Family(normalised=True, fixed=False, shared=True, top_k=10)
 MOE_ARCHITECTURES = {
     "Qwen3MoeForCausalLM": _Family(normalised=False, fixed=False, shared=False),
     "Qwen3_5MoeForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "Qwen4ExpForCausalLM": _QWEN4_EXP,
+    "Qwen4ExpForConditionalGeneration": _QWEN4_EXP,
 }
 # More would not fit the index arithmetic of one program that looks at all experts.
 MAX_EXPERTS = 4096
@@ -46,7 +50,7 @@ def parse_moe(r: _Reader, architecture: str, num_layers: int) -> MoeConfig | Non
     if r.values.get(count_key) is None:
         r.fail("num_experts", "is missing")
     num_experts = r.integer(count_key, most=MAX_EXPERTS)
-    top_k = r.integer("num_experts_per_tok", 8)
+    top_k = r.integer("num_experts_per_tok", family.top_k)
     if top_k > num_experts:
         r.fail("num_experts_per_tok", f"{top_k} is more than num_experts {num_experts}")
     normalised = r.boolean("norm_topk_prob", family.normalised)

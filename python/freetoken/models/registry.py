@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from freetoken.errors import StartupError
 from freetoken.models.config import ModelConfig
-from freetoken.models.state import StateSpec, linear_attention_states
+from freetoken.models.state import StateSpec, linear_attention_states, ple_states
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 def _stateless(model: ModelConfig) -> tuple[StateSpec, ...]:
     """No state beside the KV."""
     return ()
+
+
+def _hybrid_with_ple(model: ModelConfig) -> tuple[StateSpec, ...]:
+    """States of linear attention, then those of n-gram embeddings."""
+    return (*linear_attention_states(model), *ple_states(model))
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,22 @@ MODELS: tuple[ModelEntry, ...] = (
         "freetoken.models.qwen3_5_moe",
         "Qwen35MoeModel",
         linear_attention_states,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
+    ModelEntry(
+        "Qwen4ExpForCausalLM",
+        "freetoken.models.qwen4_exp",
+        "Qwen4ExpModel",
+        _hybrid_with_ple,
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen3_coder",
+    ),
+    ModelEntry(
+        "Qwen4ExpForConditionalGeneration",
+        "freetoken.models.qwen4_exp",
+        "Qwen4ExpModel",
+        _hybrid_with_ple,
         reasoning_parser="qwen3",
         tool_call_parser="qwen3_coder",
     ),

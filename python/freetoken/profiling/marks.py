@@ -155,7 +155,7 @@ class Marks:
         for module in model.modules():
             role = "head" if module is model.head else role_of(module)
             if role != OTHER:
-                self._mark(module, role, "__call__", "add")
+                self._mark(module, role, "__call__", "add", "read")
         for layer in model.layers:
             # What a block does between its parts is of its main part.
             linear = any(role_of(part).startswith("gdn") for part in layer.mixer.modules())
@@ -163,6 +163,8 @@ class Marks:
             if any(role_of(part) == "experts" for part in layer.mlp.modules()):
                 self._mark(layer.mlp, "experts", "__call__")
         self._mark(model.ops.rope, "rotation", "__call__", "prepare")
+        if hasattr(model.ops, "hyper"):
+            self._mark(model.ops.hyper, "hyper-connections", "add")
         if model.ops.moe is not None:
             self._mark(model.ops.moe.route, "router", "__call__")
         if model.ple is not None:

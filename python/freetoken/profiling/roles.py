@@ -5,6 +5,7 @@ from __future__ import annotations
 ROLES = (
     "embedding",
     "norms",
+    "hyper-connections",
     "attn qkv",
     "rotation",
     "attn",
@@ -30,6 +31,7 @@ _BY_NAME = (
     ("embed_tokens.", "embedding"),
     ("lm_head.", "head"),
     (".ple.", "n-grams"),
+    ("hyper_connection", "hyper-connections"),
     (".shared_expert_gate.", "router"),
     (".shared_expert.", "shared expert"),
     (".experts.", "experts"),

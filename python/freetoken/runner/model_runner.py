@@ -141,6 +141,7 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=getattr(torch, config.kv_cache_dtype),
             device=self.device,
+            index_dim=0 if model.indexer is None else model.indexer.head_dim,
         )
         self.page_table = torch.zeros((self.max_rows + 1, self.max_pages), dtype=torch.int32, device=self.device)
         self._table_flat = self.page_table.view(-1)

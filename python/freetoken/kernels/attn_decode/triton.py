@@ -60,7 +60,10 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
+    # With SLOTS the table holds the flat slot of every token in place of the page of every PAGE tokens.
+    STEP: tl.constexpr = 1 if SLOTS else PAGE
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,15 +85,18 @@ def _split_kernel(
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
-    page_ids = tl.load(table + (start + offs_n) // PAGE, mask=start + offs_n < end, other=0)
+    page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
     if EARLY:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
     q = tl.load(q_ptr + q_rows + heads[:, None] * D + offs_d[None, :], mask=head_mask, other=0.0)
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
-        offsets = tile_offsets(page_ids, pos, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
-        page_ids = tl.load(table + (pos + BLOCK_N) // PAGE, mask=pos + BLOCK_N < end, other=0)
+        if SLOTS:
+            offsets = tile_offsets(page_ids // PAGE, page_ids, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
+        else:
+            offsets = tile_offsets(page_ids, pos, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
+        page_ids = tl.load(table + (pos + BLOCK_N) // STEP, mask=pos + BLOCK_N < end, other=0)
         mask = (pos < end)[:, None] & (offs_d < D)[None, :]
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
@@ -167,10 +173,13 @@ def attn_decode_triton(
     scale: float,
     config: DecodeConfig,
     workspace: torch.Tensor,
+    *,
+    slots: bool = False,
 ) -> None:
     """Write the attention of ``q [B, heads, head_dim]`` into ``out`` (same shape, contiguous).
 
     Arguments as for ``attn_decode_reference``; ``q`` may have any row stride that is a multiple of 8 elements.
+    With ``slots`` the page table holds flat slots, one a token, which a kernel just before may have written.
     ``workspace`` is float32 of at least :func:`workspace_size` elements. Launches one kernel, or two when
     ``config.splits > 1``; both depend on host facts only, so they can be captured.
     """
@@ -181,7 +190,7 @@ def attn_decode_triton(
     numel = batch * num_heads * config.splits
     partial, lse = workspace[: numel * head_dim], workspace[numel * head_dim :]
     block_d = max(16, next_power_of_two(head_dim))
-    early = launch.early(q)
+    early = launch.early(q) and not slots
     _split_kernel[(num_kv_heads, config.splits, batch)](
         q,
         k_cache,
@@ -205,6 +214,7 @@ def attn_decode_triton(
         BLOCK_D=block_d,
         BLOCK_N=config.block_n,
         EARLY=early,
+        SLOTS=slots,
         launch_pdl=early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

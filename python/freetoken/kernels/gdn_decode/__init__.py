@@ -53,12 +53,13 @@ class GdnDecode:
         positions: torch.Tensor,
         *,
         settled: bool = False,
+        sigmoid: bool = False,
     ) -> torch.Tensor:
-        """``[B, Hv * Dv]``; ``conv_state`` and ``rec_state`` are updated in place. ``settled`` is a promise of the caller that makes
+        """``[B, Hv * Dv]``; ``conv_state`` and ``rec_state`` are updated in place. The gate is SiLU or a ``sigmoid``. ``settled`` is a promise of the caller that makes
         the kernel faster, see :func:`triton.gdn_decode`."""
         inputs = (qkv, z, a, b, conv_weight, A_log, dt_bias, norm_weight, eps)
         if not self._fused:
-            return reference.gdn_decode(*inputs, conv_state, rec_state, slots, positions)
+            return reference.gdn_decode(*inputs, conv_state, rec_state, slots, positions, sigmoid=sigmoid)
         if self._checked:
             checking.refuse_capture("gdn_decode", self.choice.flag)
             live = (slots >= 0).nonzero().squeeze(1)
@@ -66,7 +67,7 @@ class GdnDecode:
             states = (conv_state[used], rec_state[used])
             lanes = tuple(x[live] for x in (qkv, z, a, b))
             rows = torch.arange(live.shape[0], device=slots.device)
-            expected = reference.gdn_decode(*lanes, *inputs[4:], *states, rows, positions[live])
+            expected = reference.gdn_decode(*lanes, *inputs[4:], *states, rows, positions[live], sigmoid=sigmoid)
         out = self._triton.gdn_decode(
             *inputs,
             conv_state,
@@ -76,6 +77,7 @@ class GdnDecode:
             config=self._config,
             scratch=self._scratch,
             settled=settled,
+            sigmoid=sigmoid,
         )
         if self._checked:
             bound = checking.RELATIVE_RMS[qkv.dtype]

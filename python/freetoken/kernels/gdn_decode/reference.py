@@ -22,6 +22,8 @@ def gdn_decode(
     rec_state: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """The next token of each of B sequences through one layer: ``[B, Hv * Dv]`` in the type of ``qkv``.
 
@@ -30,7 +32,8 @@ def gdn_decode(
     ``h // (Hv // Hk)``. In turn: the convolution with SiLU of :func:`freetoken.kernels.gdn_conv.reference.decode` with
     ``conv_weight [C, W]``, rounded to the type of ``qkv``; the gated delta rule of
     :mod:`freetoken.kernels.gdn_prefill.reference` in float32 with ``A_log`` and ``dt_bias`` ``[Hv]``; its output rounded; and the
-    gated RMSNorm of :func:`freetoken.kernels.gdn_prefill.reference.gated_norm` with ``norm_weight [Dv]`` and ``eps``.
+    gated RMSNorm of :func:`freetoken.kernels.gdn_prefill.reference.gated_norm` with ``norm_weight [Dv]``,
+    ``eps`` and, by ``sigmoid``, its kind of gate.
 
     ``conv_state [slots, W, C]`` (a ring, see the convolution) and ``rec_state [slots, Hv, Dv, Dk]`` float32 are updated in
     place at ``slots [B]`` int64. Nothing is read of the states of a sequence at position 0 (``positions [B]`` int64). Slot −1
@@ -53,4 +56,4 @@ def gdn_decode(
     state = torch.addcmul(state, delta[..., None], k[..., None, :])
     o = (state @ q[..., None]).squeeze(-1)
     conv.update_slots(rec_state, slots, state.to(rec_state.dtype))
-    return gated_norm(o.to(qkv.dtype), z.reshape(batch, heads * dv), norm_weight, eps)
+    return gated_norm(o.to(qkv.dtype), z.reshape(batch, heads * dv), norm_weight, eps, sigmoid)

@@ -61,12 +61,24 @@ def _prefetch(address, BYTES: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _gated_norm(o, z, weight_ptr, row, eps, DV: tl.constexpr, STORAGE: tl.constexpr, ON_GPU: tl.constexpr):
-    """RMSNorm of one head's ``o`` (float32, zero past DV) times ``silu(z)``, with the roundings of the reference."""
+def _gated_norm(
+    o,
+    z,
+    weight_ptr,
+    row,
+    eps,
+    DV: tl.constexpr,
+    STORAGE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """RMSNorm of one head's ``o`` (float32, zero past DV) times ``silu(z)`` or ``sigmoid(z)``, with the roundings of the reference."""
     o = o.to(STORAGE).to(tl.float32)
     weight = tl.load(weight_ptr + row, mask=row < DV, other=0.0).to(tl.float32)
     normal = (o * tl.rsqrt(tl.sum(o * o, axis=0) / DV + eps)).to(STORAGE).to(tl.float32)
-    return ((normal * weight).to(STORAGE).to(tl.float32) * silu(z.to(tl.float32), ON_GPU)).to(STORAGE)
+    wide = z.to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-wide)) if SIGMOID else silu(wide, ON_GPU)
+    return ((normal * weight).to(STORAGE).to(tl.float32) * gate).to(STORAGE)
 
 
 @triton.jit
@@ -121,6 +133,7 @@ def gdn_decode_kernel(
     LANES: tl.constexpr,
     PREFETCH: tl.constexpr,
     SETTLED: tl.constexpr,
+    SIGMOID: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -218,7 +231,9 @@ def gdn_decode_kernel(
 
     out = out_ptr + (lane * V_HEADS + head) * DV
     if SPLITS == 1:
-        tl.store(out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE, ON_GPU), mask=head_row < DV)
+        tl.store(
+            out + head_row, _gated_norm(o, z, norm_ptr, head_row, eps, DV, STORAGE, SIGMOID, ON_GPU), mask=head_row < DV
+        )
     else:
         number = lane * V_HEADS + head
         tl.store(parts_ptr + number * DV + head_row, o, mask=head_row < DV)
@@ -228,7 +243,9 @@ def gdn_decode_kernel(
             o_all = tl.load(parts_ptr + number * DV + whole_row, mask=inside, other=0.0, cache_modifier=".cg")
             z_all = tl.load(z_ptr + lane * z_stride + head * DV + whole_row, mask=inside, other=0.0)
             tl.store(
-                out + whole_row, _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE, ON_GPU), mask=inside
+                out + whole_row,
+                _gated_norm(o_all, z_all, norm_ptr, whole_row, eps, DV, STORAGE, SIGMOID, ON_GPU),
+                mask=inside,
             )
             tl.store(arrivals_ptr + number, 0)
 
@@ -257,6 +274,7 @@ def gdn_decode(
     config: DecodeConfig | None = None,
     scratch: Scratch | None = None,
     settled: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.gdn_decode.reference.gdn_decode`.
 
@@ -320,6 +338,7 @@ def gdn_decode(
         LANES=32 * config.num_warps,
         PREFETCH=early and not settled and prefetch_bytes(config, dv, dk) > 0,
         SETTLED=settled,
+        SIGMOID=sigmoid,
         ON_GPU=qkv.is_cuda,
         EARLY=early,
         launch_pdl=early,

@@ -68,10 +68,13 @@ class GdnPrefill:
         checking.require_close("gdn_prefill", "the state", rec_state[used], states[used], bound)
         return out
 
-    def norm(self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The gated RMSNorm of ``o [T, Hv, Dv]`` with ``z [T, Hv * Dv]``: ``[T, Hv * Dv]``."""
-        out = self._norm(o, z, weight, eps)
+    def norm(
+        self, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, sigmoid: bool = False
+    ) -> torch.Tensor:
+        """The gated RMSNorm of ``o [T, Hv, Dv]`` with ``z [T, Hv * Dv]``: ``[T, Hv * Dv]``. The gate is SiLU or a ``sigmoid``."""
+        out = self._norm(o, z, weight, eps, sigmoid)
         if self._checked:
             checking.refuse_capture("gdn_prefill", self.choice.flag)
-            checking.require_close("gdn_prefill", "the gated norm", out, reference.gated_norm(o, z, weight, eps))
+            expected = reference.gated_norm(o, z, weight, eps, sigmoid)
+            checking.require_close("gdn_prefill", "the gated norm", out, expected)
         return out

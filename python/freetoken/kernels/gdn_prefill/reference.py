@@ -133,13 +133,15 @@ def gdn_prefill(
     return out
 
 
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * o / sqrt(mean(o^2) + eps) * silu(z)`` over each head of ``o [T, Hv, Dv]``; ``[T, Hv * Dv]`` in its type.
+def gated_norm(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, sigmoid: bool = False
+) -> torch.Tensor:
+    """``weight * o / sqrt(mean(o^2) + eps) * silu(z)`` (or ``sigmoid(z)``) over each head of ``o [T, Hv, Dv]``; ``[T, Hv * Dv]`` in its type.
 
     ``z [T, Hv * Dv]`` may be a view with a row stride. Statistics and the gate are float32; the normalised value is rounded to the
     type of ``o`` before ``weight [Dv]``, of the same type, multiplies it, and so is the product, as in transformers.
     """
     wide = o.to(wide_type(o.dtype))
     normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(o.dtype)
-    gate = silu(z.to(wide.dtype)).view(o.shape)
+    gate = (torch.sigmoid if sigmoid else silu)(z.to(wide.dtype)).view(o.shape)
     return ((weight * normal).to(wide.dtype) * gate).to(o.dtype).flatten(1)

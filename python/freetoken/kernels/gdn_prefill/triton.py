@@ -339,7 +339,7 @@ def gdn_prefill(
 @triton.jit
 def gated_norm_kernel(
     o_ptr, z_ptr, weight_ptr, out_ptr, eps, rows, z_stride, HEADS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_ROWS`` heads of ``rows`` in all; ``o`` and ``out`` are contiguous, tokens of ``z`` lie ``z_stride`` apart."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -352,10 +352,13 @@ def gated_norm_kernel(
     element = out_ptr.dtype.element_ty
     normal = (o * tl.rsqrt(tl.sum(o * o, axis=1) / DV + eps)[:, None]).to(element).to(tl.float32)
     scaled = (normal * weight[None, :]).to(element).to(tl.float32)
-    tl.store(out_ptr + row[:, None] * DV + d[None, :], (scaled * z * tl.sigmoid(z)).to(element), mask=mask)
+    gate = tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
+    tl.store(out_ptr + row[:, None] * DV + d[None, :], (scaled * gate).to(element), mask=mask)
 
 
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, sigmoid: bool = False
+) -> torch.Tensor:
     """As :func:`freetoken.kernels.gdn_prefill.reference.gated_norm`; ``o`` contiguous."""
     tokens, heads, dv = o.shape
     out = o.new_empty(tokens, heads * dv)
@@ -364,6 +367,6 @@ def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
         block_rows = max(1, 4096 // block)
         gated_norm_kernel[(triton.cdiv(rows, block_rows),)](
             o, z, weight, out, eps, rows, z.stride(0), HEADS=heads, DV=dv, BLOCK_ROWS=block_rows, BLOCK_V=block,
-            num_warps=4, enable_fp_fusion=True,
+            SIGMOID=sigmoid, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -1,0 +1,92 @@
+"""Rows of ``bench.ops`` for what only ``qwen4_exp`` has, in its published geometry: hyper-connections, decodes behind an indexer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from freetoken.bench.op_rows import Case, Sizes, Tensors
+from freetoken.kernels.dispatch import Choice
+from freetoken.models.config import IndexerConfig
+
+MODEL = "Qwen3.8-Flash-Next"
+STREAMS, RANK, PAGE = 4, 320, 16
+HEADS, KV_HEADS, HEAD_DIM = 24, 2, 256
+PUBLISHED = IndexerConfig(num_heads=4, head_dim=128, budget=2048, ratio=4)
+TINY = IndexerConfig(num_heads=2, head_dim=16, budget=16, ratio=4)
+
+
+def hyper_cases(device: str, sizes: Sizes) -> list[Case]:
+    """One read of the streams with the write-back of the block before it, without its products."""
+    from freetoken.kernels.hyper_mix import HyperMix
+
+    ops = [HyperMix(Choice("hyper_mix", "", impl, "benchmark")) for impl in ("triton", "reference")]
+    hidden = sizes.moe_hidden
+    weight = torch.rand(STREAMS, hidden, device=device) + 0.5
+    cases = []
+    for tokens in sizes.moe_tokens:
+        streams, gate = (torch.randn(tokens, STREAMS * hidden, device=device).to(sizes.dtype) for _ in range(2))
+        y = torch.randn(tokens, hidden, device=device).to(sizes.dtype)
+        low = torch.randn(tokens, RANK + 16, device=device).to(sizes.dtype)
+
+        def call(
+            op: HyperMix, streams: Any = streams, gate: Any = gate, y: Any = y, low: Any = low
+        ) -> Callable[[], Tensors]:
+            def run() -> Tensors:
+                # Added to in place: the same amount is taken off again, so that many calls stay in range.
+                normed = op.norm(streams, (y, low[:, RANK : RANK + STREAMS]), weight, 1e-6)
+                op.add(streams, (-y, low[:, RANK : RANK + STREAMS]))
+                return normed, op.squash(low[:, :RANK], STREAMS), op.mix(normed, gate, STREAMS)
+
+            return run
+
+        moved = float(streams.element_size() * (8 * streams.numel() + 3 * y.numel()))
+        cases.append(Case({"tokens": tokens}, call(ops[0]), call(ops[1]), moved, model=MODEL))
+    return cases
+
+
+def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
+    """Scores, selection and attention of decodes deep in their texts; outputs are compared over the kernels' own selection."""
+    from freetoken.kernels.qsa import Pools, reference, triton
+
+    small = device == "cpu"
+    config, (heads, kv_heads, width) = (TINY, (4, 2, 16)) if small else (PUBLISHED, (HEADS, KV_HEADS, HEAD_DIM))
+    num_sms = 16 if small else torch.cuda.get_device_properties(device).multi_processor_count
+    cases = []
+    for requests in sizes.ple_batches:
+        for depth in (40,) if small else (4096, 16384, 131072):
+            pages = requests * (depth // PAGE + 1)
+            k, v = (torch.randn(pages, kv_heads, PAGE, width, device=device).to(sizes.dtype) for _ in range(2))
+            pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(sizes.dtype))
+            table = torch.randperm(pages, device=device).int().view(requests, -1)
+            rows = torch.arange(requests, device=device)
+            lens = torch.full((requests,), depth, dtype=torch.int32, device=device)
+            q = torch.randn(requests, heads, width, device=device).to(sizes.dtype)
+            index_q = torch.randn(requests, config.num_heads, config.head_dim, device=device).to(sizes.dtype)
+            best = triton.select(
+                triton.score(index_q, pools, table, rows, lens, depth, config), table, rows, lens, PAGE, config
+            )
+
+            def fused(
+                q: Any = q,
+                index_q: Any = index_q,
+                pools: Any = pools,
+                where: Any = (table, rows, lens),
+                depth: int = depth,
+            ) -> Tensors:
+                table, rows, lens = where
+                scores = triton.score(index_q, pools, table, rows, lens, depth, config)
+                chosen = triton.select(scores, table, rows, lens, PAGE, config)
+                return (triton.attend(q, pools, *chosen, num_sms, width**-0.5),)
+
+            def plain(q: Any = q, pools: Any = pools, best: Any = best) -> Tensors:
+                listed = torch.arange(best[0].shape[1], device=q.device) < best[1][:, None]
+                return (reference.attend_slots(q, pools, best[0].long().where(listed, 0), listed, width**-0.5),)
+
+            element = q.element_size()
+            seen = min(depth, config.visible) * 2 * kv_heads * width + depth // config.ratio * config.head_dim
+            shape = {"requests": requests, "depth": depth}
+            cases.append(Case(shape, fused, plain, float(requests * seen * element), model=MODEL))
+    return cases

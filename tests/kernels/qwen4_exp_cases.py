@@ -1,0 +1,108 @@
+"""Kernels that only ``qwen4_exp`` has, in its published geometry: hyper-connections, attention behind an indexer, sigmoid gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compile_tool import KernelCase
+from gdn_prefill_cases import NORM
+from gdn_step_cases import WHOLE, _step
+
+HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
+STREAMS, HIDDEN, RANK = 4, 2560, 320
+
+
+def _add_norm(element: str, *, add: bool, norm: bool) -> KernelCase:
+    pointers = dict.fromkeys(("residual_ptr", "y_ptr", "inject_ptr", "normed_ptr"), f"*{element}")
+    values = {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 4096, "ADD": add, "NORM": norm}
+    strides = ("y_stride", "inject_stride")
+    return KernelCase(
+        f"hyper add {add} norm {norm} {element}",
+        f"{HYPER}:add_norm_kernel",
+        {**pointers, "weight_ptr": "*fp32", **dict.fromkeys(strides, "i32"), "eps": "fp32"},
+        values,
+        {"num_warps": 8},
+        divisible=strides,
+    )
+
+
+_TABLES = {"page_table_ptr": "*i32", "rows_ptr": "*i64"}
+_HEADS = {"HEADS": 4, "D": 128, "BLOCK_D": 128, "RATIO": 4, "PAGE": 16}
+
+
+def _index(element: str) -> KernelCase:
+    pointers = dict.fromkeys(("projected_ptr", "pool_ptr", "out_ptr"), f"*{element}")
+    floats = dict.fromkeys(("rope_ptr", "q_weight_ptr", "k_weight_ptr"), "*fp32")
+    places = {"positions_ptr": "*i64", "slots_ptr": "*i64", "projected_stride": "i32", "table_stride": "i32"}
+    types = {**pointers, **floats, **_TABLES, **places, "eps": "fp32"}
+    return KernelCase(f"qsa index {element}", f"{QSA}:index_kernel", types, {**_HEADS, "R": 64}, {"num_warps": 1})
+
+
+def _score(element: str) -> KernelCase:
+    pointers = {**dict.fromkeys(("q_ptr", "pool_ptr"), f"*{element}"), **_TABLES, "seq_lens_ptr": "*i32"}
+    numbers = {"scores_ptr": "*fp32", "table_stride": "i32", "scores_stride": "i32", "scale": "fp32"}
+    return KernelCase(
+        f"qsa score {element}",
+        f"{QSA}:score_kernel",
+        {**pointers, **numbers},
+        {**_HEADS, "BLOCKS": 64},
+        {"num_warps": 4},
+    )
+
+
+def _select(chunk: int, warps: int) -> KernelCase:
+    pointers = {"scores_ptr": "*fp32", **_TABLES, **dict.fromkeys(("seq_lens_ptr", "chosen_ptr", "counts_ptr"), "*i32")}
+    strides = dict.fromkeys(("table_stride", "scores_stride", "chosen_stride"), "i32")
+    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "CHUNK": chunk}
+    return KernelCase(
+        f"qsa select {chunk}", f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps}
+    )
+
+
+def _attend(element: str, warps: int) -> KernelCase:
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
+    tables = {"table_ptr": "*i32", "rows_ptr": "*i64", "seq_lens_ptr": "*i32"}
+    floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
+    numbers = dict.fromkeys(("table_stride", "q_stride", "min_share", "splits"), "i32")
+    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
+    values |= {"BLOCK_N": 16384 // (256 * (4 if element == "fp32" else 2)), "EARLY": False, "SLOTS": True}
+    return KernelCase(
+        f"qsa attend {element}",
+        "freetoken.kernels.attn_decode.triton:_split_kernel",
+        {**pointers, **tables, **floats, **numbers},
+        values,
+        {"num_warps": warps, "num_stages": 3},
+    )
+
+
+def _sigmoid(case: KernelCase) -> KernelCase:
+    return replace(case, name=f"{case.name} sigmoid", constexprs={**case.constexprs, "SIGMOID": True})
+
+
+CASES = [
+    _add_norm("bf16", add=True, norm=True),
+    _add_norm("bf16", add=False, norm=True),
+    _add_norm("bf16", add=True, norm=False),
+    _add_norm("fp32", add=True, norm=True),
+    KernelCase(
+        "hyper squash",
+        f"{HYPER}:squash_kernel",
+        {"low_ptr": "*bf16", "out_ptr": "*bf16", "low_stride": "i32"},
+        {"STREAMS": STREAMS, "RANK": RANK, "BLOCK": 512},
+        {"num_warps": 2},
+    ),
+    KernelCase(
+        "hyper mix",
+        f"{HYPER}:mix_kernel",
+        dict.fromkeys(("normed_ptr", "gate_ptr", "out_ptr"), "*bf16"),
+        {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 512},
+        {"num_warps": 2},
+    ),
+    *(_index(element) for element in ("bf16", "fp32")),
+    *(_score(element) for element in ("bf16", "fp32")),
+    _select(4096, 16),
+    _select(64, 1),
+    _attend("bf16", 4),
+    _sigmoid(NORM),
+    _sigmoid(_step("bf16", WHOLE)),
+]
