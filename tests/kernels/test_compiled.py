@@ -24,9 +24,15 @@ from freetoken.kernels import compiled
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 MAY_SPILL = ("gdn chunk fp", "gdn scan fp")
 """Element types that no served model has for its linear attention."""
+SPILLS = {("qsa select 4096", 86): 8, ("qsa select 4096", 89): 8}
+"""Bytes by case and architecture that are known and put up with."""
 TABLE = compiled.read()
 
 Row = tuple[str, int, int, int, int, list[str]]
+
+
+def may_spill(name: str, arch: int, spilled: int) -> bool:
+    return spilled <= SPILLS.get((name, arch), 0) or name.startswith(MAY_SPILL)
 
 
 def tabled(module: str) -> list[Row]:
@@ -52,7 +58,7 @@ def test_the_table_has_no_other_modules() -> None:
 @pytest.mark.parametrize("module", compiled_table.modules())
 def test_no_row_spills_or_asks_for_too_much_shared_memory(module: str) -> None:
     for name, arch, _, spills, shared, _ in tabled(module):
-        assert spills == 0 or name.startswith(MAY_SPILL), (name, arch)
+        assert may_spill(name, arch, spills), (name, arch)
         assert shared <= SHARED_LIMIT[arch], (name, arch)
 
 
@@ -88,7 +94,7 @@ def test_nothing_got_worse(module: str) -> None:
     results = compile_cases(module, only=wanted)
     assert sorted((x.name, x.arch) for x in results) == sorted(wanted)
     for x in results:
-        assert x.spill_bytes == 0 or x.name.startswith(MAY_SPILL), x
+        assert may_spill(x.name, x.arch, x.spill_bytes), x
         assert x.shared_bytes <= SHARED_LIMIT[x.arch], x
     if compiled.triton_version().split(".")[:2] != TABLE["triton"].split(".")[:2]:
         pytest.skip(f"the table is of Triton {TABLE['triton']}; compiled, and within the limits")
