@@ -82,4 +82,4 @@ def _write(path: Path, text: str) -> None:
     """All of it or nothing."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)
