@@ -188,6 +188,11 @@ def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int |
     return {row.name: get(row.name, source) for row in TABLE}
 
 
+def set_default(name: str, value: str) -> None:
+    """Set ``name``, which a library reads, for this process unless it is set already."""
+    os.environ.setdefault(name, value)
+
+
 def for_child(changes: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of this process with ``changes``, for a process that it starts."""
     return {**os.environ, **changes}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from freetoken import environ
 from freetoken.errors import StartupError
 from freetoken.profiling import summary, trace
 from freetoken.profiling.marks import Marks, facts_of
@@ -32,7 +33,7 @@ class Session:
     def start(self) -> None:
         """Put the ranges on and start the profiler."""
         # Taking the tracing tools down again loses the events of a profile that follows soon, and before CUDA 12.6 crashes graphs.
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        environ.set_default("TEARDOWN_CUPTI", "0")
         self._marks.put_on()
         try:
             self._profiler.start()
