@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all but the last two groups, else those
-# that are named, so that a machine lent for minutes can do it in turns:
+# that are named, so that it can be done in turns:
 #   tests     every test that needs a GPU
 #   ops       each fused op beside its reference and the roof
 #   dense     Qwen3-8B, without and with HTTP, and under a grammar

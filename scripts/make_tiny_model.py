@@ -16,17 +16,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_checks import TinyModelError, check_spec, default_layers
 from tiny_qwen4_exp import table_tensors
 from tiny_spec import (
     ARCHITECTURES,
     CHAT_TEMPLATE,
     FLOAT_QUANTS,
-    IN_GGUF,
     QUANTS,
     SPECIAL_TOKENS,
     TRAINING_TEXT,
@@ -36,6 +38,7 @@ from tiny_spec import (
     train_tokenizer,
 )
 
+from freetoken.errors import StartupError
 from freetoken.loader.names import FP8_BLOCK, expected_tensors, scale_name, scale_shape
 from freetoken.models.parse import parse_hf_config
 
@@ -132,18 +135,21 @@ def make_tiny_model(
     path: str | Path, *, format: str = "safetensors", quant: str = "f32", shards: int = 1, **options: Any
 ) -> Path:
     """Write a checkpoint at ``path`` (a folder, or a ``.gguf`` file) and return it; ``options`` are those of
-    :class:`TinyModel`."""
+    :class:`TinyModel`, without ``num_layers`` as many as the architecture needs. :class:`TinyModelError` or
+    :class:`~freetoken.errors.StartupError` says in a sentence what does not fit."""
+    options.setdefault("num_layers", default_layers(options.get("arch", TinyModel.arch), options.get("layer_pattern")))
     spec = TinyModel(**options)
+    check_spec(spec, format, shards)
     if format == "gguf":
-        if spec.arch not in IN_GGUF or spec.fp8:
-            raise SystemExit(f"GGUF files hold {' or '.join(IN_GGUF)}, without FP8")
         from tiny_gguf import write_gguf  # needs the gguf package
 
         return write_gguf(Path(path), spec, quant)
+    if quant not in FLOAT_QUANTS:
+        raise TinyModelError(f"--quant {quant} needs --format gguf")
     return write_safetensors(Path(path), spec, quant, shards)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write a tiny random checkpoint.")
     parser.add_argument("path", type=Path, help="folder, or .gguf file, to write")
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
@@ -154,23 +160,28 @@ def main() -> None:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
+        elif field.name == "num_layers":
+            parser.add_argument(flag, type=int, help="default 2, or 4 where every fourth has full attention")
         elif field.name == "rope_scaling":
             parser.add_argument(flag, type=json.loads, help="JSON object, as in config.json")
         else:
             choices = tuple(ARCHITECTURES) if field.name == "arch" else None
             kind = type(field.default) if field.default is not None else str
             parser.add_argument(flag, type=kind, default=field.default, choices=choices)
-    args = parser.parse_args()
-    full_size = vars(args).pop("full_size")
-    if full_size:
-        from full_gguf import write_full_size
+    args = parser.parse_args(argv)
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    try:
+        if options.pop("full_size"):
+            from full_gguf import write_full_size
 
-        print(write_full_size(args.path))
-        return
-    if args.format == "safetensors" and args.quant not in FLOAT_QUANTS:
-        parser.error(f"--quant {args.quant} needs --format gguf")
-    print(make_tiny_model(**vars(args)))
+            print(write_full_size(args.path))
+        else:
+            print(make_tiny_model(**options))
+    except (StartupError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
+from tiny_checks import check_rows
 from tiny_spec import (
     CHAT_TEMPLATE,
     PACKED_QUANTS,
@@ -47,6 +48,7 @@ _FOLDED = (
 def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
     """Write one GGUF file; returns ``path``. It holds the weights that ``write_safetensors`` writes for the same ``spec`` (rounded
     to the type, converted and, with ``spec.hadamard``, rotated); K-quants and IQ types are random blocks of the same spread."""
+    check_rows(spec, quant, block_elements(quant))
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(spec)
     config = hf_config(spec, tokenizer.get_vocab_size() + spec.extra_vocab)
@@ -282,6 +284,13 @@ def interleave_rotary_rows(value: np.ndarray, heads: int) -> np.ndarray:
 # --- types -----------------------------------------------------------------------------------------------------------
 
 
+def block_elements(quant: str) -> int:
+    """Neighbours in a row that a block of the type holds."""
+    if quant in PACKED_QUANTS:
+        return PACKED_TYPES[quant][1]
+    return int(GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant.upper()]][0])
+
+
 def _write_tensor(
     writer: gguf.GGUFWriter, name: str, value: np.ndarray, quant: str, generator: np.random.Generator
 ) -> None:
@@ -366,8 +375,6 @@ def random_blocks(
 ) -> np.ndarray:
     """Random packed rows of a K-quant, IQ or ternary type whose decoded values have about a standard deviation of 0.08."""
     elements, size = GGML_QUANT_SIZES[kind]
-    if shape[-1] % elements:
-        raise SystemExit(f"{kind.name} needs rows of a multiple of {elements}, not {shape[-1]}")
     blocks = generator.integers(0, 256, (math.prod(shape) // elements, size), dtype=np.uint8)
     scale_at, min_at, ratio = _SCALES.get(kind.name, (0, None, 0.0))
 

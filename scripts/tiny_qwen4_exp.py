@@ -50,7 +50,7 @@ def table_tensors(config: dict[str, Any], shards: int, seed: int, dtype: torch.d
         tensors[f"{prefix}ngram_heads_offsets"] = torch.tensor(constants.offsets)
         table = torch.randn(ple.table_rows(ordinal), ple.row_width, generator=generator).to(dtype)
         if table.shape[0] % shards:
-            raise SystemExit(f"{table.shape[0]} rows do not divide into {shards} shards")
+            raise ValueError(f"a table of {table.shape[0]} rows does not divide into --table-shards {shards}")
         for number, part in enumerate(table.chunk(shards)):
             tensors[f"{prefix}ngram_embedding.shard_{number}.weight"] = part.contiguous()
     return tensors

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen4_exp": "Qwen4ExpForCausalLM",
 }
 HYBRIDS, IN_GGUF = ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("llama", "qwen3", "qwen3_5")
+LAYER_LETTERS = {"l": LINEAR_ATTENTION, "f": FULL_ATTENTION}
 MIXTURES, SHARED = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp"), ("qwen3_5_moe", "qwen4_exp")
 # What published FP8 checkpoints leave in their own type, by the ends of the names.
 NOT_IN_FP8 = ["lm_head", "mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"]
@@ -222,7 +223,6 @@ def _moe_config(spec: TinyModel) -> dict[str, Any]:
 
 def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
     """The same with what linear attention adds, inside ``text_config`` where there is a vision tower."""
-    kinds = {"l": LINEAR_ATTENTION, "f": FULL_ATTENTION}
     config |= {
         "model_type": f"{spec.arch}_text",
         "linear_num_key_heads": spec.linear_key_heads,
@@ -234,7 +234,7 @@ def _hybrid_config(spec: TinyModel, config: dict[str, Any]) -> dict[str, Any]:
         "attn_output_gate": True,
     }
     if spec.layer_pattern is not None:
-        config["layer_types"] = [kinds[letter] for letter in spec.layer_pattern]
+        config["layer_types"] = [LAYER_LETTERS[letter] for letter in spec.layer_pattern]
     rope = {"rope_theta": config.pop("rope_theta"), "partial_rotary_factor": spec.partial_rotary}
     rope |= config.pop("rope_scaling") or {"rope_type": "default"}
     if spec.arch == "qwen4_exp":

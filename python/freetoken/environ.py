@@ -41,7 +41,13 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("FREETOKEN_FUSED_NORM", "kernel", "1", f"RMSNorm with the residual add: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_ROPE", "kernel", "1", f"q/k norm, rotary embedding and KV write: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_SILU_MUL", "kernel", "1", f"SwiGLU activation: {_KERNEL_HELP}."),
-    EnvVar("FREETOKEN_SMALL_GEMM", "kernel", "1", f"Dense products of few tokens: {_KERNEL_HELP}."),
+    EnvVar(
+        "FREETOKEN_SMALL_GEMM",
+        "kernel",
+        "1",
+        "Dense products of few tokens: `1` fused kernel on CUDA and a form for the CPU (`host`) there, `0` reference, `check` "
+        "both on CUDA, compared on every call.",
+    ),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_GDN_FUSED_CONV", "kernel", "1", f"Convolution of Gated DeltaNet: {_KERNEL_HELP}."),

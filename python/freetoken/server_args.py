@@ -149,7 +149,11 @@ class ServerArgs:
         1, "memory", "GPUs to shard the model over; only 1 is served so far.", names=("--tp-size", "--tp"), kind=int
     )
     mem_fraction_static: float | None = _flag(
-        None, "memory", "Share of GPU memory for weights and KV cache together; default 0.88.", kind=float
+        None,
+        "memory",
+        "Share of memory for weights and KV cache together: of the GPU's, default 0.88; on the CPU of the memory that is free "
+        "at the start, default 0.5.",
+        kind=float,
     )
     kv_cache_dtype: str = _flag("auto", "memory", "Type of the KV cache; auto: that of the model.", choices=DTYPES)
     max_total_tokens: int | None = _flag(None, "memory", "KV cache size in tokens; default: what fits.", kind=int)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from make_tiny_model import make_tiny_model
+from make_tiny_model import main, make_tiny_model
 from tiny_spec import PACKED_QUANTS, QUANTS
 from transformers import AutoModelForCausalLM
 
@@ -47,8 +47,47 @@ def test_gguf(arch: str, quant: str, tmp_path: Path) -> None:
 
 
 def test_rows_of_k_quants_and_of_other_blocks_must_fit(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="multiple of 256"):
+    with pytest.raises(ValueError, match="multiple of 256"):
         make_tiny_model(tmp_path / "tiny.gguf", format="gguf", quant="q4_k")
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
+def test_every_fourth_layer_is_full_where_nobody_says_how_many_there_are(arch: str, tmp_path: Path) -> None:
+    assert main([str(tmp_path / "tiny"), "--arch", arch]) == 0
+    kinds = open_checkpoint(tmp_path / "tiny").model.layer_types
+    assert len(kinds) == 4 and len(set(kinds[:3])) == 1 and kinds[3] != kinds[0]
+
+
+REFUSED: list[tuple[str, str]] = [
+    *((f"--format gguf --quant {quant}", "multiple of 128, but --hidden-size is 64") for quant in ("pq2_0", "ptq1_0", "q2_0_g128")),
+    ("--format gguf --quant pq2_0 --hidden-size 128 --intermediate-size 192", "--intermediate-size is 192"),
+    ("--format gguf --quant pq2_0 --hidden-size 128", "--num-heads times --head-dim is 64"),
+    ("--format gguf --quant q2_0 --arch qwen3_5 --linear-value-dim 8", "--linear-value-dim is 32"),
+    ("--format gguf --hadamard 128", "--hadamard 128 does not divide --hidden-size, which is 64"),
+    ("--format gguf --hadamard 24", "--hadamard must be a power of two"),
+    ("--format gguf --arch qwen3_moe", "--format gguf holds"),
+    ("--quant q4_0", "needs --format gguf"),
+    ("--pre nonsense", "--pre must be one of"),
+    ("--num-layers 0", "--num-layers must be at least 1, not 0"),
+    ("--hidden-size -4", "--hidden-size must be at least 1, not -4"),
+    ("--num-heads 3", "--num-heads 3 is not a multiple of --num-kv-heads 2"),
+    ("--shards 0", "--shards must be at least 1"),
+    ("--arch qwen3_5 --layer-pattern lxf", "--layer-pattern is made of l and f"),
+    ("--arch qwen3_5 --layer-pattern lll", "no full_attention"),
+    ("--arch qwen4_exp --ple-layers two", "--ple-layers must be numbers"),
+    ("--rope-scaling 3", "--rope-scaling must be a JSON object"),
+    ("--arch qwen3_moe --top-k 9", "--top-k 9 is more than --num-experts 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_cannot_be_made_is_one_sentence(
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "tiny"), *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "tiny").exists()
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
