@@ -152,7 +152,15 @@ def test_an_origin_is_enough_to_know_a_foreign_page_by() -> None:
     with serving(cors_allow_origins=["https://a.example"]) as served:
         own = served.url.removeprefix("http://")
         port = own.rpartition(":")[2]
-        foreign = ("https://b.example", "null", "", "http://127.0.0.1", f"http://localhost:{port}", own, f"file://{own}")
+        foreign = (
+            "https://b.example",
+            "null",
+            "",
+            "http://127.0.0.1",
+            f"http://localhost:{port}",
+            own,
+            f"file://{own}",
+        )
         for origin in foreign:
             assert status(served, Origin=origin) == 403, origin
             assert status(served, "/live", Origin=origin) == 403, origin

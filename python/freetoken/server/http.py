@@ -85,7 +85,11 @@ class Origins:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A browser's question beforehand (OPTIONS) is answered by whoever keeps the list.
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._foreign(scope["method"], scope["headers"]):
+        if (
+            scope["type"] == "http"
+            and scope["method"] != "OPTIONS"
+            and self._foreign(scope["method"], scope["headers"])
+        ):
             error = RequestError(
                 "pages of this origin may not call the server (--cors-allow-origins)", status=403, code="origin"
             )
