@@ -6,8 +6,8 @@ A dialect is chosen by the operator, else by the marks in the chat template, els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from freetoken.server.detokenizer import Tokenizer
