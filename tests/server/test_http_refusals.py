@@ -55,7 +55,8 @@ def test_errors_speak_the_clients_names(server: Served) -> None:
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]), ("tool_choice", {"type": "allowed_tools"}), ("reasoning", {"effort": "low"}),
-        ("function_call", {"name": "f"}), ("guided_regex", "a+"), ("json_schema", {}),
+        ("functions", []), ("function_call", {"name": "f"}), ("function_call", "none"), ("function_call", "auto"),
+        ("guided_regex", "a+"), ("json_schema", {}),
         ("reasoning_effort", "high"), ("stream_reasoning", False), ("priority", 1), ("modalities", ["text", "audio"]),
         ("audio", {}), ("prediction", {}), ("best_of", 2), ("store", True), ("service_tier", "flex"),
         ("web_search_options", {}), ("echo", True),
