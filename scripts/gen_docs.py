@@ -150,6 +150,7 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
         "| `python -m freetoken.bench.ab` | two settings in paired runs, with a control and a verdict |\n"
         "| `python -m freetoken.bench.profile` | where the time of a step goes, by role and kernel ([profile.md](profile.md)) |\n"
         "| `python -m freetoken.bench.ops` | one fused op beside its reference and the roof |\n"
+        "| `python -m freetoken.bench.replay` | recorded calls of an op by two implementations, after comparing both |\n"
         "| `python -m freetoken.bench.hard_knocks` | what a server stands, and its memory before and after |\n",
         "Of `serving`, `decode_tok_s` is the rate while all of the concurrent streams are between their first and last "
         "token; it is what compares with the decode rate of `one_batch`.\n",

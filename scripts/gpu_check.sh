@@ -7,6 +7,7 @@
 #   hybrid    Qwen3.5-27B in bf16: steps, and a hit of a long prefix
 #   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
+#   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
 #   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default /tmp/freetoken-profile
 #
@@ -108,6 +109,18 @@ running() {
     [ -n "$server" ] && kill -0 "$server" 2>/dev/null
 }
 
+replay() {
+    # Arguments: label, flags of the model. Records two decode steps, compares, and times pairs.
+    local label=$1 folder status=0
+    shift
+    folder=$(mktemp -d)
+    "$python" -m freetoken.bench.replay capture "$folder/capture" "$@" --layers 0 3 --positions 0 64 --input-len "$input" &&
+        "$python" -m freetoken.bench.replay run "$folder/capture" --impl triton --versus reference --label "$label" \
+            --output "$out/replay.jsonl" || status=1
+    rm -rf "$folder"
+    return "$status"
+}
+
 profile() {
     # Arguments: name of the figures, label, those of the profile. Traces and drawings go to a folder below PROFILES.
     local name=$1 label=$2
@@ -132,7 +145,7 @@ wanted() {
 }
 
 usual="tests ops dense hybrid experts packed"
-known="$usual qwen4 profile"
+known="$usual qwen4 profile replay"
 groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
@@ -191,6 +204,10 @@ if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
         done
     fi
     part "server stop, 2 bits" stop_server
+fi
+if wanted replay replay; then
+    part "replay" replay "$label" "${model[@]}"
+    part "replay, 2 bits" replay "$packed_label" "${packed[@]}"
 fi
 if wanted qwen4 qwen3.8-flash-next-fp8-one-batch; then
     part "one batch, qwen4_exp" "$python" -m freetoken.bench.one_batch "${qwen4[@]}" --label "$qwen4_label" \

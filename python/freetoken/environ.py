@@ -185,3 +185,9 @@ def validate(environ: Mapping[str, str] | None = None) -> dict[str, bool | int |
 def for_child(changes: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of this process with ``changes``, for a process that it starts."""
     return {**os.environ, **changes}
+
+
+def keep_profiler_tools() -> None:
+    """Tell the profiler to keep its tracing tools in place between profiles: taking them down loses the events of a profile that
+    follows soon, and before CUDA 12.6 crashes graphs."""
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")

@@ -7,6 +7,9 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the driver's interface."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -39,6 +42,20 @@ def _driver_gpu_count() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def capability(index: int = 0) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device as the driver gives it, ``(9, 0)`` say; ``None`` without a driver or a device."""
+    if _driver_gpu_count() <= index:
+        return None
+    driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    found = [ctypes.c_int(0), ctypes.c_int(0)]
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return None
+    for value, attribute in zip(found, (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+            return None
+    return found[0].value, found[1].value
 
 
 def _torch_has_cuda() -> bool:

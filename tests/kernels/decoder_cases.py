@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compile_tool import KernelCase
+from compile_tool import KernelCase, main_case
 
 from freetoken.kernels.small_gemm.configs import HOPPER, pick_config
 
@@ -60,6 +60,7 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
     rows, k, silu = PRODUCTS[name]
     config = pick_config(rows, k, m, HOPPER if hopper else None)
     limits = {"first_arch": 90, "last_arch": 90} if hopper else {}
+    suffix = " measured" if hopper else ""
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), "*bf16")
     signature = {
         **pointers,
@@ -80,10 +81,17 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
     if m == 1:
         options = {"num_warps": config.num_warps}
         return KernelCase(
-            f"gemv {name}", f"{GEMM}:gemv_kernel", signature, {**values, "UNROLL": config.unroll}, options, **limits
+            f"gemv {name}{suffix}",
+            f"{GEMM}:gemv_kernel",
+            signature,
+            {**values, "UNROLL": config.unroll},
+            options,
+            **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return KernelCase(f"gemm {name} m={m}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits)
+    return KernelCase(
+        f"gemm {name} m={m}{suffix}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits
+    )
 
 
 def _early(case: KernelCase) -> KernelCase:
@@ -94,9 +102,9 @@ def _early(case: KernelCase) -> KernelCase:
 
 CASES = [
     _norm(False),
-    _norm(True),
+    main_case(_norm(True)),
     _norm(True, "*fp32"),
-    _rope(1, True),
+    main_case(_rope(1, True)),
     _rope(8, True),
     _rope(1, True, hybrid=True),
     _rope(4, True, hybrid=True),
@@ -117,7 +125,7 @@ CASES = [
         {"num_warps": 8},
         divisible=("row_stride", "vocab"),
     ),
-    *(_product(name, 1) for name in PRODUCTS),
+    *(main_case(_product(name, 1)) if name == "gate_up" else _product(name, 1) for name in PRODUCTS),
     *(_product(name, 16) for name in PRODUCTS),
     *(_product(name, m, hopper=True) for name in PRODUCTS for m in (1, 16)),
     *(_early(case) for case in (_norm(True), _rope(1, True), _product("gate_up", 1), _product("down", 16))),

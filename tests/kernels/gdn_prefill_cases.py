@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from compile_tool import ARCHITECTURES, KernelCase
+from compile_tool import ARCHITECTURES, KernelCase, main_case
 
 from freetoken.kernels.gdn_prefill.config import block_of, pick_config
 
@@ -81,7 +81,7 @@ GATE = KernelCase(
 CASES = [
     NORM,
     GATE,
-    *(case for arch in ARCHITECTURES for case in _cases(arch, "bf16")),
+    *(main_case(case) for arch in ARCHITECTURES for case in _cases(arch, "bf16")),
     *_cases(90, "fp32"),
     *_cases(80, "fp16", 256, 64),
 ]

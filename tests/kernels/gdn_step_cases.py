@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compile_tool import KernelCase
+from compile_tool import KernelCase, main_case
 
 from freetoken.kernels.gdn_conv.config import ConvConfig, pick_decode, pick_prefill
 from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
@@ -27,7 +27,7 @@ def _conv_types(element: str) -> dict[str, str]:
 def _prefill(element: str, width: int, config: ConvConfig, channels: int = CHANNELS) -> KernelCase:
     values = {"channel_stride": 1, "C": channels, "W": width, "BLOCK_T": config.block_t, "BLOCK_C": config.block_c}
     return KernelCase(
-        f"gdn conv prefill {element} width {width} {config}",
+        f"gdn conv prefill {element} {channels} width {width} {config}",
         f"{CONV}:conv_prefill_kernel",
         _conv_types(element),
         {**values, "SEARCH_": 64, "HAS_BIAS": width < 4, "ON_GPU": True, "EARLY": False},
@@ -111,7 +111,7 @@ CASES = [
     _early(_prefill("bf16", 4, LONG)),
     _conv_decode(pick_decode(CHANNELS, 1)),
     _conv_decode(pick_decode(CHANNELS, 64)),
-    _step("bf16", WHOLE),
+    main_case(_step("bf16", WHOLE)),
     _step("fp32", WHOLE),
     _step("bf16", DecodeConfig(32, 4)),
     _step("bf16", DecodeConfig(16, 1)),

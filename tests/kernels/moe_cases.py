@@ -189,8 +189,7 @@ CASES = [
     _combine(True),
     _early(_down("native", "bf16", pick_down_route(WIDTH, 1))),
 ]
-"""Those with the most registers and shared memory; the rest is worth a look when settings change:
-``python tests/kernels/compile_tool.py moe_cases MORE 80 86 89 90 120``."""
+"""Those with the most registers and shared memory; the rest is left to the command."""
 MORE = [
     _choose("fp32", False),
     _count(),

@@ -38,8 +38,6 @@ QUANTISER = KernelCase(
     {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", "sums_ptr": "*i32", "x_stride": "i32"},
     {"K": 17408, "GROUP": 128, "STRETCH": 1024, "SMALLEST": 2.0**-100, "EARLY": False},
     {"num_warps": 4},
-    first_arch=90,
-    last_arch=90,
     divisible=("x_stride",),
 )
 CASES = [
@@ -49,7 +47,7 @@ CASES = [
         for m in (1, 8, 16)
         for early in ((False, True) if k == 5120 and m < 16 else (True,))
     ),
-    _product(5120, 4, PQ2Config("few", 2, 2, 1, 16), True),
+    *(_product(5120, 4, PQ2Config("few", 2, 2, 1, 16), early) for early in (False, True)),
     _product(5120, 1, default_config(5120, 5120, 1), True, (64, 32)),
     _product(5120, 8, default_config(5120, 5120, 8), True, (64, 32)),
     QUANTISER,

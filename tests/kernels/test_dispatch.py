@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +143,45 @@ def test_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert command.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(dispatch.OPS)
-    assert lines[1].split()[:3] == ["rms_norm", NORM, "reference"] and lines[1].endswith("no CUDA device")
+    assert lines[1].split()[:4] == ["rms_norm", NORM, "1", "reference"] and lines[1].endswith("no CUDA device")
+    assert "sm_80 sm_86 sm_89 sm_90 sm_120" in lines[1]
     monkeypatch.setenv(NORM, "2")
     assert command.main() == 1
     assert capsys.readouterr().err.startswith("FREETOKEN_FUSED_NORM='2': use 1, 0 or check")
+
+
+def test_command_says_the_value_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NORM, "check")
+    rows = {row[0]: row for row in command.rows(dispatch.table("cpu"), (9, 0))}
+    assert rows["rms_norm"][2] == "check" and rows["rms_norm"][5] == "by rule"
+    assert rows["small_gemm"][5] == "10 shapes measured"
+    assert {row[0]: row for row in command.rows(dispatch.table("cpu"), (8, 0))}["small_gemm"][
+        5
+    ] == "not measured, by rule"
+
+
+def test_every_op_has_kernels_in_the_committed_table() -> None:
+    assert [op.name for op in dispatch.OPS if dispatch.tested(op) != "sm_80 sm_86 sm_89 sm_90 sm_120"] == []
+
+
+def test_capability_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            self.attributes = {75: 9, 76: 0}
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 1
+            return 0
+
+        def cuDeviceGet(self, device: Any, index: int) -> int:
+            return 0
+
+        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+            value._obj.value = self.attributes[attribute]
+            return 0
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", Driver)
+    assert hardware.capability() == (9, 0) and hardware.capability(1) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass, replace
 
@@ -339,22 +338,6 @@ def test_candidates_start_with_the_default() -> None:
     found = candidates(10240, 8192)
     assert found[0] == triton.pick_prefill(10240, 8192) and len(found) == len(set(found)) > 8
     assert all(config.block_t % 4 == 0 for config in found)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-@pytest.mark.slow
-def test_kernels_compile_without_spills() -> None:
-    """Those of the decode step too: they share a list. More registers than two programs a multiprocessor can have mean that the
-    compiler spread the parts of a state row over the threads of a warp."""
-    from compile_tool import ARCHITECTURES, compile_cases
-
-    compiled = compile_cases("gdn_step_cases")
-    assert {result.arch for result in compiled} == set(ARCHITECTURES)
-    assert [result for result in compiled if result.spill_bytes > 0 or result.shared_bytes > 48 * 1024] == []
-    whole = [
-        result for result in compiled if result.name.startswith("gdn decode bf16 128/128 DecodeConfig(block_v=128")
-    ]
-    assert len(whole) == 7 and all(result.registers <= 128 for result in whole)
 
 
 @pytest.mark.gpu

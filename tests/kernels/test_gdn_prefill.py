@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -203,18 +202,6 @@ def test_settings() -> None:
             assert 128 % config.block_v == 0
     variants = candidates(128, 3)
     assert pick_config(128, 128, torch.bfloat16, (9, 0)) in variants and len(set(variants)) == len(variants)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-@pytest.mark.slow
-def test_kernels_compile_without_spills() -> None:
-    from compile_tool import ARCHITECTURES, compile_cases
-    from test_compile import SHARED_LIMIT
-
-    compiled = compile_cases("gdn_prefill_cases")
-    assert {result.arch for result in compiled} == set(ARCHITECTURES)
-    assert [x for x in compiled if x.spill_bytes > 0 and "bf16" in x.name] == []
-    assert [x for x in compiled if x.shared_bytes > SHARED_LIMIT[x.arch]] == []
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import numpy as np
 import ple_oracle as oracle
 import pytest
 import torch
-from compile_tool import compile_cases
 from poison import DEVICE, choice
 
 from freetoken.kernels import ple_hash
@@ -444,14 +443,6 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ple_hash, "row_ids_reference", lambda *a, **k: row_ids_reference(*a, **k) + 1)
     with pytest.raises(KernelCheckError, match="8 of 8 row ids"):
         op(*arguments, **names(SMALL, 7))
-
-
-@pytest.mark.slow
-def test_the_kernels_compile_without_spills() -> None:
-    compiled = compile_cases("ple_cases", architectures=(80, 86, 89, 90, 120))
-    assert {result.arch for result in compiled} == {80, 86, 89, 90, 120}
-    assert [result for result in compiled if result.spill_bytes > 0] == []
-    assert max(result.registers for result in compiled) <= 128
 
 
 def test_the_host_reads_a_bounded_tail_of_a_request() -> None:

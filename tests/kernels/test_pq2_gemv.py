@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compile_tool import compile_cases
 from poison import DEVICE, poisoned_outputs
 
 from freetoken.kernels import pq2_gemv as op
@@ -381,15 +379,6 @@ def test_a_table_is_used_for_its_card(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_tables_in_the_package_are_good() -> None:
     for path in configs.TABLES.glob("*.json"):
         assert configs.read_table(path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-def test_kernels_compile_without_spills() -> None:
-    compiled = compile_cases("pq2_cases", architectures=(80, 90, 120))
-    assert {result.arch for result in compiled} == {80, 90, 120}
-    assert [result for result in compiled if result.spill_bytes > 0] == []
-    assert [result for result in compiled if result.registers > 192 or result.shared_bytes > 48 * 1024] == []
 
 
 @pytest.mark.gpu

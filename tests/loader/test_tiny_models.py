@@ -67,7 +67,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"llama.expert_count": 8}, "expert_count' is 8, which is not served"),
     ({"llama.block_count": 2**31}, "num_hidden_layers"),
     ({"llama.block_count": 2}, "lacks tensor 'model.layers.1"),
-    ({"general.architecture": "qwen4"}, "architecture 'qwen4' is not served; llama, qwen3, qwen35 are"),
+    ({"general.architecture": "qwen4exp"}, "architecture 'qwen4exp' is not served; llama, qwen3, qwen35 are"),
 ]
 
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from freetoken.errors import StartupError
+from freetoken.models import rope
 from freetoken.models.config import ModelConfig
 from freetoken.models.rope import rotary_table
 
@@ -102,3 +103,9 @@ def test_partial_rotary_uses_its_own_width() -> None:
 def test_bad_scaling_is_one_sentence(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         rotary_table(config(scaling), 4, "cpu")
+
+
+def test_a_long_table_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rotary_table(config(None), 100, "cpu")
+    monkeypatch.setattr(rope, "TABLE_BLOCK", 7)
+    assert torch.equal(rotary_table(config(None), 100, "cpu"), whole)

@@ -133,3 +133,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded() -> None:
         check("float32", 256, 16)
     with pytest.raises(StartupError, match=r"8000 running requests 2\.26 GiB.*--max-running-requests"):
         check("bfloat16", 8000, 16)
+    sizes = {"page_table_entries": 0, "free_bytes": 32 * GIB, "total_bytes": 40 * GIB, "rows": 1}
+    with pytest.raises(
+        StartupError, match=r"rotary table of 1000000000 positions needs .* GiB, .*lower --context-length"
+    ):
+        check_model_fits(model(), dtype="bfloat16", positions=10**9, **sizes)  # type: ignore[arg-type]
+    check_model_fits(model(), dtype="bfloat16", positions=10**6, **sizes)  # type: ignore[arg-type]

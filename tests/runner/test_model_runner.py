@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from freetoken import environ
 from freetoken.hardware import probe
+from freetoken.kernels.checking import relative_rms
 from freetoken.messages import AddRequest
+from freetoken.models.registry import MODELS, find
 from freetoken.runner.model_runner import ModelRunner
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.scheduler import Scheduler
@@ -127,6 +131,25 @@ SIZES = [
     pytest.param(PACKED_27B_LAYERS, id="packed 27b", marks=pytest.mark.gpu),
 ]
 FAMILIES = pytest.mark.parametrize("geometry", SIZES[:2])
+TINY: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 96}
+EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODEL_SIZES: dict[str, dict[str, object]] = {
+    "llama": {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3": TINY,
+    "qwen3_moe": {**TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS},
+    "qwen3_5": {**HYBRID, **TINY},
+    "qwen3_5_moe": {
+        **HYBRID,
+        **TINY,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **EXPERTS,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+"""A small geometry for each served class."""
+WITH_TABLES = "Qwen4ExpModel"
+"""Its n-gram tables want a checkpoint: ``tests/e2e/test_qwen4_exp.py`` serves it with graphs and without."""
 
 
 def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
@@ -137,41 +160,94 @@ def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
     return [states.layer(spec.name, layer)[:-1] for spec in states.specs for layer in range(spec.layers)]
 
 
+def give_pages(runner: ModelRunner, count: int) -> None:
+    """Six pages of its own for each of the first rows."""
+    for row in range(count):
+        pages = torch.arange(1 + 6 * row, 7 + 6 * row, dtype=torch.int32, device=runner.device)
+        runner.page_table[row, :6] = pages
+
+
+def fill(runner: ModelRunner) -> None:
+    """Noise for all keys, values and states."""
+    runner.kv.storage.normal_()
+    for state in state_tensors(runner):
+        state.normal_()
+
+
+def replay_beside_eager(runner: ModelRunner, count: int, rng: np.random.Generator, other: ModelRunner | None) -> None:
+    """One replay with fresh inputs against the same padded batch run eagerly from the same states, and against ``other``."""
+    graphs = runner.graphs
+    assert graphs is not None
+    rows = rng.permutation(count)
+    positions = rng.integers(0, 90, count)
+    slots = (1 + 6 * rows + positions // 16) * 16 + positions % 16
+    runner._last_ids.copy_(torch.from_numpy(rng.integers(0, 999, len(runner._last_ids))))
+    before, keys = [state.clone() for state in state_tensors(runner)], runner.kv.storage.clone()
+    replayed, _ = graphs.replay(rows, positions, slots, (positions + 1).astype(np.int32))
+    replayed = replayed.clone()
+    after = [state.clone() for state in state_tensors(runner)]
+    for state, kept in zip(state_tensors(runner), before):
+        state.copy_(kept)
+    batch = graphs._batches[graphs.bucket(count)]
+    runner.attention.plan(batch)
+    eager = runner._decode_logits(batch)[:count]
+    assert torch.isfinite(replayed).all()
+    assert torch.equal(replayed, eager)
+    assert all(map(torch.equal, after, state_tensors(runner)))
+    assert not any(map(torch.equal, after, before))
+    if other is not None:
+        other.kv.storage.copy_(keys)
+        other._last_ids.copy_(runner._last_ids)
+        for state, kept in zip(state_tensors(other), before):
+            state.copy_(kept)
+        other.attention.plan(batch)
+        error = relative_rms(replayed, other._decode_logits(batch)[:count])
+        assert error < (0.05 if GPU else 1e-4)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 19])
 @pytest.mark.parametrize("geometry", SIZES)
 def test_replay_equals_eager_bit_for_bit(geometry: dict[str, object], count: int, tmp_path: Path) -> None:
-    """Three replays with fresh inputs against the same padded batch run eagerly from the same states."""
     config = make_config(tmp_path, (1, 2, 4, 8, 16, 24), geometry)
     runner = ModelRunner(config)
     generate(runner, config, prompts_of(count, count), 2)
-    graphs = runner.graphs
-    assert graphs is not None
     rng = np.random.default_rng(count)
     with torch.inference_mode():
-        runner.kv.storage.normal_()
-        for state in state_tensors(runner):
-            state.normal_()
-        for row in range(count):
-            pages = torch.arange(1 + 6 * row, 7 + 6 * row, dtype=torch.int32, device=runner.device)
-            runner.page_table[row, :6] = pages
+        fill(runner)
+        give_pages(runner, count)
         for _ in range(3):
-            rows = rng.permutation(count)
-            positions = rng.integers(0, 90, count)
-            slots = (1 + 6 * rows + positions // 16) * 16 + positions % 16
-            runner._last_ids.copy_(torch.from_numpy(rng.integers(0, 999, len(runner._last_ids))))
-            before = [state.clone() for state in state_tensors(runner)]
-            replayed, _ = graphs.replay(rows, positions, slots, (positions + 1).astype(np.int32))
-            replayed = replayed.clone()
-            after = [state.clone() for state in state_tensors(runner)]
-            for state, kept in zip(state_tensors(runner), before):
-                state.copy_(kept)
-            batch = graphs._batches[graphs.bucket(count)]
-            runner.attention.plan(batch)
-            eager = runner._decode_logits(batch)[:count]
-            assert torch.isfinite(replayed).all()
-            assert torch.equal(replayed, eager)
-            assert all(map(torch.equal, after, state_tensors(runner)))
-            assert not any(map(torch.equal, after, before))
+            replay_beside_eager(runner, count, rng, None)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gpu] if GPU else []) for name in sorted(MODEL_SIZES)]
+)
+def test_replays_of_every_model_do_not_need_what_is_kept_between_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between replays other prompts and batches pass through the model, so that tables, plans and scratch memory are evicted and
+    made anew; the same model without fused kernels stands beside it."""
+    config = make_config(tmp_path, (1, 4), MODEL_SIZES[name])
+    runner = ModelRunner(config)
+    for row in environ.TABLE:
+        if row.kind == "kernel":
+            monkeypatch.setenv(row.name, "0")
+    plain = ModelRunner(dataclasses.replace(config, cuda_graph_bs=()))
+    assert all(choice.impl == "reference" for choice in plain.model.kernel_choices())
+    rng = np.random.default_rng(7)
+    for turn in range(2):
+        # Prompts beside decodes, eagerly, and batches that no bucket holds.
+        generate(runner, config, prompts_of(5 + turn, turn), 2)
+        gc.collect()
+        with torch.inference_mode():
+            fill(runner)
+            give_pages(runner, 3)
+            replay_beside_eager(runner, 3, rng, plain)
+
+
+def test_every_architecture_has_a_size() -> None:
+    served = {find(str({**GEOMETRY, **size}["architectures"][0])).class_name for size in MODEL_SIZES.values()}
+    assert served | {WITH_TABLES} == {entry.class_name for entry in MODELS}
 
 
 @FAMILIES

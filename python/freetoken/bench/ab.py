@@ -219,6 +219,11 @@ def experiment(
     return found_all, agreement, samples
 
 
+def _noise(floor: float) -> str:
+    """The noise floor as a share; runs that say nothing get no number."""
+    return f"±{floor - 1:.2%}" if floor < 2 else "above ±100%: take more control pairs"
+
+
 def markdown(a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, label: str) -> str:
     """The result as a table."""
     lines = [
@@ -230,7 +235,7 @@ def markdown(a: Setting, b: Setting, found: Sequence[Comparison], agreement: str
     for c in found:
         lines.append(
             f"| {c.metric} | {c.a:.4g} | {c.b:.4g} | {c.effect.ratio:.4f} ({c.effect.low:.4f} to {c.effect.high:.4f}) "
-            f"| {c.control.ratio:.4f} | ±{c.floor - 1:.2%} | {c.verdict} |"
+            f"| {c.control.ratio:.4f} | {_noise(c.floor)} | {c.verdict} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -168,7 +168,8 @@ def rope_kv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.rope_kv import RopeKv
 
     limit = max(sizes.tokens) + sizes.depth
-    angles = torch.rand(limit, sizes.head_dim // 2, device=device) * math.tau
+    half = sizes.head_dim // 2
+    angles = torch.arange(limit, device=device)[:, None] * 1e4 ** (-torch.arange(half, device=device) / half)
     table = torch.cat([angles.cos(), angles.sin()], 1)
     cases = []
     for tokens in sizes.tokens:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from freetoken import hardware
+from freetoken import environ, hardware
 from freetoken.environ import EnvironmentValueError
-from freetoken.kernels.dispatch import Choice, table
+from freetoken.kernels.dispatch import OPS, Choice, table, tested, tuned
+
+HEAD = ("op", "flag", "value", "implementation", "compiled for", "settings", "why")
 
 
-def render(choices: list[Choice]) -> str:
-    """A text table with one line an op."""
-    rows = [("op", "flag", "implementation", "why")]
-    rows += [(choice.op, choice.flag, choice.impl, choice.why) for choice in choices]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+def rows(choices: Sequence[Choice], capability: tuple[int, int] | None) -> list[tuple[str, ...]]:
+    """The cells below :data:`HEAD` of each choice, which are those of ``dispatch.OPS`` in their order."""
+    return [
+        (c.op, c.flag, environ.raw(c.flag), c.impl, tested(op), tuned(op, capability), c.why)
+        for op, c in zip(OPS, choices, strict=True)
+    ]
+
+
+def render(lines: Sequence[Sequence[str]]) -> str:
+    """A text table: columns as wide as their widest cell, the last one as it is."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1]])
+        for line in lines
     )
 
 
 def main() -> int:
     """Print the table for the device this machine would serve on; 1 when a flag has a bad value."""
+    device = "cuda" if hardware.probe().usable_gpu else "cpu"
+    capability = hardware.capability() if device == "cuda" else None
     try:
-        print(render(table("cuda" if hardware.probe().usable_gpu else "cpu")))
+        print(render([HEAD, *rows(table(device), capability)]))
     except EnvironmentValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 from freetoken import environ
 from freetoken.environ import KernelMode
+from freetoken.kernels import compiled
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class Choice:
 class Op:
     """One row of the table of ops. ``sgl_symbols`` are the ``sgl_kernel`` functions that can stand in for it,
     ``sgl_unfit`` says why none can, ``host`` what the op does on the CPU where it has a form of its own for it. ``fla`` is set where
-    flash-linear-attention, if it can be used, is what the flag's value 0 selects on CUDA."""
+    flash-linear-attention, if it can be used, is what the flag's value 0 selects on CUDA. ``folder`` is that of its kernels where it
+    is a part of another op, switched by a flag of its own. ``configs`` is the module with settings measured card by card: it has ``measured(capability) -> int``, how
+    many are for cards of that compute capability; ops without one follow rules of shape and element type."""
 
     name: str
     flag: str
@@ -31,6 +35,8 @@ class Op:
     sgl_unfit: str | None = None
     host: str | None = None
     fla: bool = False
+    folder: str | None = None
+    configs: str | None = None
 
 
 OPS: tuple[Op, ...] = (
@@ -45,6 +51,7 @@ OPS: tuple[Op, ...] = (
         "small_gemm",
         "FREETOKEN_SMALL_GEMM",
         host="no CUDA device; few rows by slices of the weights where that is faster here",
+        configs="freetoken.kernels.small_gemm.configs",
     ),
     Op("sample", "FREETOKEN_FUSED_SAMPLER"),
     Op(
@@ -59,9 +66,14 @@ OPS: tuple[Op, ...] = (
     ),
     Op("gdn_decode", "FREETOKEN_GDN_FUSED_DECODE"),
     Op("gdn_prefill", "FREETOKEN_GDN_FUSED_PREFILL", fla=True),
-    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV"),
-    Op("pq2_single", "FREETOKEN_PQ2_SINGLE_GEMV"),
-    Op("pq2_gemm", "FREETOKEN_PQ2_FUSED_GEMM"),
+    Op("pq2_gemv", "FREETOKEN_PQ2_FUSED_GEMV", configs="freetoken.kernels.pq2_gemv.configs"),
+    Op(
+        "pq2_single",
+        "FREETOKEN_PQ2_SINGLE_GEMV",
+        folder="pq2_gemv",
+        configs="freetoken.kernels.pq2_gemv.configs",
+    ),
+    Op("pq2_gemm", "FREETOKEN_PQ2_FUSED_GEMM", configs="freetoken.kernels.pq2_gemm.config"),
     Op("hadamard", "FREETOKEN_FUSED_HADAMARD"),
     Op("moe_route", "FREETOKEN_MOE_FUSED_ROUTE"),
     Op("moe_gemm", "FREETOKEN_MOE_FUSED_GEMM"),
@@ -116,3 +128,18 @@ def choose_op(name: str, device: str) -> Choice:
 def table(device: str) -> list[Choice]:
     """The decision for every op of a model on ``device``, in the order of :data:`OPS`."""
     return [choose_op(op.name, device) for op in OPS]
+
+
+def tuned(op: Op, capability: tuple[int, int] | None) -> str:
+    """Where the launch settings of an op come from on a card of this compute capability (``None``: no card)."""
+    if op.configs is None:
+        return "by rule"
+    if capability is None:
+        return "-"
+    count: int = importlib.import_module(op.configs).measured(capability)
+    return f"{count} shapes measured" if count else "not measured, by rule"
+
+
+def tested(op: Op) -> str:
+    """The architectures that every kernel of an op was compiled for, by the committed table."""
+    return " ".join(f"sm_{arch}" for arch in compiled.architectures(op.folder or op.name)) or "none"

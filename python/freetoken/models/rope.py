@@ -15,6 +15,9 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.models.config import ModelConfig
 
+TABLE_BLOCK = 2**18
+"""Positions whose angles are worked out at once, so that a long table needs no more than its own memory."""
+
 
 def _number(scaling: dict[str, Any], name: str, default: float | None = None) -> float:
     value = scaling.get(name)
@@ -128,6 +131,10 @@ def rotary_table(
     """
     size = config.head_dim if rotary_dim is None else rotary_dim
     angles_per_position, factor = frequencies(config, size, max_positions)
-    positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = positions[:, None] * angles_per_position[None, :]
-    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(device)
+    table = torch.empty(max_positions, size, device=device)
+    for start in range(0, max_positions, TABLE_BLOCK):
+        positions = torch.arange(start, min(start + TABLE_BLOCK, max_positions), dtype=torch.float32)
+        angles = positions[:, None] * angles_per_position[None, :]
+        block = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        table[start : start + TABLE_BLOCK].copy_(block)
+    return table

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from freetoken import environ
 from freetoken.errors import StartupError
 from freetoken.profiling import summary, trace
 from freetoken.profiling.marks import Marks, facts_of
@@ -31,8 +31,7 @@ class Session:
 
     def start(self) -> None:
         """Put the ranges on and start the profiler."""
-        # Taking the tracing tools down again loses the events of a profile that follows soon, and before CUDA 12.6 crashes graphs.
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        environ.keep_profiler_tools()
         self._marks.put_on()
         try:
             self._profiler.start()
@@ -83,4 +82,4 @@ def _write(path: Path, text: str) -> None:
     """All of it or nothing."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)

@@ -107,13 +107,27 @@ def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:
 
 
 def check_model_fits(
-    model: ModelConfig, *, dtype: str, rows: int, page_table_entries: int, free_bytes: int, total_bytes: int
+    model: ModelConfig,
+    *,
+    dtype: str,
+    rows: int,
+    page_table_entries: int,
+    free_bytes: int,
+    total_bytes: int,
+    positions: int = 0,
 ) -> None:
     """Before anything is allocated: :class:`StartupError` when weights (packed, or in ``dtype``), the token counts of ``rows`` running
-    requests (2 bytes an id) and the page table (4 bytes an entry) exceed ``free_bytes`` of the device's ``total_bytes``.
+    requests (2 bytes an id), the page table (4 bytes an entry) and the rotary table of ``positions`` exceed ``free_bytes`` of the
+    device's ``total_bytes``.
     """
     weights = weight_bytes(model, ELEMENT_BYTES[dtype])
     state = 2 * rows * model.vocab_size + 4 * page_table_entries
+    rotary = 4 * positions * (model.rotary_dim or model.head_dim)
+    if weights + state <= free_bytes < weights + state + rotary:
+        raise StartupError(
+            f"too little memory: beside {gib(weights + state)} for the weights and the running requests, the rotary table of "
+            f"{positions} positions needs {gib(rotary)}, but {gib(free_bytes)} of {gib(total_bytes)} is free; lower --context-length"
+        )
     if weights + state <= free_bytes:
         return
     advice = "lower --max-running-requests or --context-length"

@@ -102,6 +102,7 @@ class ModelRunner:
         config = self.config
         self.dtype = getattr(torch, config.dtype)
         started = time.monotonic()
+        self._host_bytes = psutil.virtual_memory().available
         self.max_pages = -(-config.context_length // self.page_size)
         free, total = self._device_memory()
         check_model_fits(
@@ -111,6 +112,7 @@ class ModelRunner:
             page_table_entries=(self.max_rows + 1) * self.max_pages,
             free_bytes=free,
             total_bytes=total,
+            positions=config.context_length,
         )
         self.model = build_model(
             config.model, dtype=self.dtype, device=self.device, max_positions=config.context_length
@@ -198,12 +200,12 @@ class ModelRunner:
         )
 
     def _device_memory(self) -> tuple[int, int]:
-        """Free and total bytes where the model runs."""
+        """Free and total bytes where the model runs; of the host's memory only what was free at the start counts, since what others
+        hold is not ours to share out."""
         if self.cuda:
             free, total = torch.cuda.mem_get_info()
             return free, total
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return min(psutil.virtual_memory().available, self._host_bytes), self._host_bytes
 
     def _step_bytes(self) -> int:
         config = self.config

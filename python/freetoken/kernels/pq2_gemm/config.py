@@ -121,6 +121,11 @@ def _measured(capability: Capability | None) -> Table:
     return read_table(table_path(capability))
 
 
+def measured(capability: Capability) -> int:
+    """Number of settings that were measured on cards of a compute capability."""
+    return len(_measured(capability).settings)
+
+
 def m_class(m: int) -> int:
     """The class of a number of tokens: the power of two at or above it, from 32 to 4096."""
     return min(4096, max(32, 1 << max(m - 1, 0).bit_length()))

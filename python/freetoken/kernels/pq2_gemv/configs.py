@@ -97,6 +97,11 @@ def _measured(capability: Capability) -> dict[tuple[int, int, int], PQ2Config]:
     return read_table(path) if path.exists() else {}
 
 
+def measured(capability: Capability) -> int:
+    """Number of settings that were measured on cards of a compute capability."""
+    return len(_measured(capability))
+
+
 def forget_tables() -> None:
     """Read tables anew from now on: one was written."""
     _measured.cache_clear()

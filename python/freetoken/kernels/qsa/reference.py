@@ -215,7 +215,7 @@ def attend_piece(
 ) -> torch.Tensor:
     """``[T, Hq * D]``: queries ``q [T, Hq, D]``, the last of the ``seq_len`` tokens of the request in ``row [1]``."""
     ratio, device = config.ratio, q.device
-    pages = page_table[row[0], : -(-seq_len // pools.page_size)].long()
+    pages = page_table[:, : -(-seq_len // pools.page_size)].index_select(0, row)[0].long()
     k, v = (pool[pages].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(q.dtype)[None] for pool in (pools.k, pools.v))
     token = torch.arange(seq_len, device=device)
     keys = pools.index[pages].flatten(0, 1)[ratio - 1 : seq_len : ratio]

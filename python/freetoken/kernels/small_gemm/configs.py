@@ -46,6 +46,11 @@ CONFIGS: dict[Capability, dict[tuple[int, int, int], GemmConfig]] = {HOPPER: _QW
 :func:`m_class`. Each was chosen by the time of the whole decode step it is part of."""
 
 
+def measured(capability: Capability) -> int:
+    """Number of settings that were measured on cards of a compute capability."""
+    return len(CONFIGS.get(capability, {}))
+
+
 def m_class(m: int) -> int:
     """1 for one row of x (matrix-vector kernel), 16 for 2 to 16 (tensor-core kernel)."""
     return 1 if m == 1 else 16

@@ -1,0 +1,82 @@
+"""The attention kernels at the head shapes of served models, a padded width in float16 and float32 beside them."""
+
+from __future__ import annotations
+
+import torch
+from compile_tool import ARCHITECTURES, KernelCase
+
+from freetoken.kernels.attn_decode.config import decode_config, join_config, next_power_of_two
+from freetoken.kernels.attn_prefill.config import prefill_config
+
+DECODE, PREFILL = "freetoken.kernels.attn_decode.triton", "freetoken.kernels.attn_prefill.triton"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# head_dim, heads, kv_heads, element type
+SHAPES = [(64, 9, 3, "bf16"), (128, 32, 8, "bf16"), (256, 16, 2, "bf16"), (80, 8, 2, "fp16"), (128, 8, 2, "fp32")]
+FIRST_EARLY = 90
+TYPES = {
+    "table_ptr": "*i32",
+    "rows_ptr": "*i64",
+    "seq_lens_ptr": "*i32",
+    "q_starts_ptr": "*i32",
+    "tiles_ptr": "*i32",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "scale": "fp32",
+    **dict.fromkeys(("table_stride", "q_stride", "num_decodes", "min_share", "splits"), "i32"),
+}
+
+
+def _types(element: str) -> dict[str, str]:
+    return {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}"), **TYPES}
+
+
+def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool) -> list[KernelCase]:
+    size = DTYPES[element].itemsize
+    split = decode_config(head_dim, heads // kv_heads, 64, 4096, 132, num_kv_heads=kv_heads, element_size=size)
+    join, block_d = join_config(head_dim), next_power_of_two(head_dim)
+    limits = {"first_arch": FIRST_EARLY} if early else {"last_arch": FIRST_EARLY - 1}
+    pdl = {"enable_fp_fusion": True} | ({"launch_pdl": True} if early else {})
+    shape = {"EARLY": early, "HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": split.block_n}
+    suffix = f"{heads}/{kv_heads} x {head_dim} {element}{' early' if early else ''}"
+    cases = [
+        KernelCase(
+            f"attn split {suffix}",
+            f"{DECODE}:_split_kernel",
+            _types(element),
+            {**shape, "KV_HEADS": kv_heads, "PAGE": 16, "BLOCK_G": 16, "SLOTS": False},
+            {**pdl, "num_warps": split.num_warps, "num_stages": split.num_stages},
+            **limits,
+        )
+    ]
+    if element == "bf16":
+        cases.append(
+            KernelCase(
+                f"attn join {suffix}",
+                f"{DECODE}:_join_kernel",
+                _types(element),
+                {**shape, "BLOCK_S": 64, "STEP": join.step},
+                {**pdl, "num_warps": join.num_warps, "num_stages": join.num_stages},
+                **limits,
+            )
+        )
+    return cases
+
+
+def _prefill(head_dim: int, heads: int, kv_heads: int, element: str, arch: int) -> KernelCase:
+    config = prefill_config(head_dim, DTYPES[element], divmod(arch, 10))
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "PAGE": 16, "BLOCK_D": next_power_of_two(head_dim)}
+    return KernelCase(
+        f"attn prefill {heads}/{kv_heads} x {head_dim} {element}",
+        f"{PREFILL}:_prefill_kernel",
+        _types(element),
+        {**shape, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
+        first_arch=arch,
+        last_arch=arch,
+    )
+
+
+CASES = [
+    *(case for shape in SHAPES for early in (False, True) for case in _decode(*shape, early)),
+    *(_prefill(*shape, arch) for shape in SHAPES for arch in ARCHITECTURES),
+]
