@@ -222,7 +222,7 @@ def test_a_broken_contract_names_the_key(change: dict[str, Any], word: str, rota
 def test_a_missing_architecture_is_called_missing(rotated: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(rotated.read_bytes().replace(b"general.architecture", b"general.architecturX"))
-    with pytest.raises(StartupError, match="metadata key 'general.architecture' is missing"):
+    with pytest.raises(StartupError, match=r"metadata key 'general.architecture' is missing"):
         opened(path)
 
 

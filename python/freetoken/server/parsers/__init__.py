@@ -67,7 +67,7 @@ class Dialects:
     tool_calls: str = NONE
     special: Mapping[str, int] = field(default_factory=dict)
     thinking_end: int | None = None
-    decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
+    decode: Callable[[list[int]], str] | None = field(default=None, compare=False, repr=False)
 
     def with_tokens(self, tokenizer: Tokenizer) -> Dialects:
         """The same, knowing the tokens of the marks."""
