@@ -46,6 +46,7 @@ TO_FRONTEND = [
     m.Loading("weights", 1, 2),
     m.Ready({"device": "cpu", "sizes": [1, 2], "nested": {"a": None}}),
     m.Failed("no memory"),
+    m.Failed("the step failed", "no memory"),
     m.ControlReply(3, True, info={"x": 1}, stats=m.SchedulerStats(steps=9)),
 ]
 

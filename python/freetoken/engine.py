@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from freetoken.errors import FreetokenError, RequestError
+import msgspec
+
+from freetoken.errors import FreetokenError, RequestError, StartupError
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest, Finish, RequestOutput, TokenLogprob
 from freetoken.sampling_params import SamplingParams
@@ -74,6 +76,8 @@ class Engine:
         from freetoken.scheduler.grammar import Grammars
         from freetoken.scheduler.scheduler import Scheduler
 
+        if model_path is not None and not isinstance(model_path, str | os.PathLike):
+            raise StartupError(f"argument 'model_path' must be a path, not {type(model_path).__name__}")
         path = model_path if model_path is None else os.fspath(model_path)
         # A server bounds its queue to answer soon; a list given to generate() is to be worked off whole.
         unbounded = {"max_queued_requests": sys.maxsize, "max_queued_tokens": sys.maxsize}
@@ -107,19 +111,24 @@ class Engine:
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
-        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        sampling_params: dict[str, Any] | SamplingParams | Sequence[dict[str, Any] | SamplingParams] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
         priority: int = 0,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
         """Generate for one prompt or a list of them.
 
-        Give ``prompt`` (text) or ``input_ids`` (token ids), and one dictionary of sampling parameters for all or a list
-        with one for each. Returns ``{"text", "output_ids", "meta_info"}`` for a single prompt with ``n`` 1, else a list of
+        Give ``prompt`` (text) or ``input_ids`` (token ids), and one dictionary of sampling parameters (over the model's
+        defaults) or one :class:`SamplingParams` (as it is) for all, or a list with one for each. ``return_logprob`` asks for
+        the log-probabilities of the output, and of the ``top_logprobs_num`` most likely tokens beside it, where the sampling
+        parameters do not say ``logprobs`` themselves. Returns ``{"text", "output_ids", "meta_info"}`` for a single prompt with ``n`` 1, else a list of
         them in order; with ``stream`` an iterator of such dictionaries with the text so far and, for more than one
         sequence, the ``index`` of the one that grew. Higher ``priority`` goes first, with ``enable_priority_scheduling``. Raises :class:`~freetoken.errors.RequestError` for a bad request.
         """
-        single, lives = self._submit(prompt, sampling_params, input_ids, priority)
+        asked = {"return_logprob": return_logprob, "top_logprobs_num": top_logprobs_num}
+        single, lives = self._submit(prompt, sampling_params, input_ids, priority, asked)
         if stream:
             results = self._stream(lives, single)
             # Started at once, so that dropping the iterator unread ends its requests too.
@@ -133,14 +142,16 @@ class Engine:
             self._forget(lives)
         return answers[0] if single else answers
 
-    def _submit(self, prompt: Any, sampling_params: Any, input_ids: Any, priority: int) -> tuple[bool, list[_Live]]:
+    def _submit(
+        self, prompt: Any, sampling_params: Any, input_ids: Any, priority: int, asked: dict[str, Any]
+    ) -> tuple[bool, list[_Live]]:
         if (prompt is None) == (input_ids is None):
             raise RequestError("give either prompt or input_ids", param="prompt")
         if prompt is not None:
             single, prompts = self._encode(prompt)
         else:
             single, prompts = _token_lists(input_ids)
-        params = self._params(sampling_params, len(prompts))
+        params = self._params(sampling_params, len(prompts), asked)
         for each in params:
             each.check_vocabulary(self.config.model.vocab_size)
             if each.grammar is not None:
@@ -165,14 +176,22 @@ class Engine:
             error.param = "prompt"
             raise
 
-    def _params(self, given: Any, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, dict):
-            return [SamplingParams.from_sglang(given or {}, self.config.model.sampling_defaults)] * count
+    def _params(self, given: Any, count: int, asked: dict[str, Any]) -> list[SamplingParams]:
+        if given is None or isinstance(given, dict | SamplingParams):
+            return [self._one(given or {}, asked)] * count
         if not isinstance(given, list | tuple):
             raise RequestError("sampling_params must be an object or a list of them", param="sampling_params")
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts", param="sampling_params")
-        return [SamplingParams.from_sglang(value, self.config.model.sampling_defaults) for value in given]
+        return [self._one(value, asked) for value in given]
+
+    def _one(self, given: Any, asked: dict[str, Any]) -> SamplingParams:
+        """``given`` with the log-probabilities that the call has ``asked`` for, unless it says itself."""
+        defaults = self.config.model.sampling_defaults
+        if not isinstance(given, SamplingParams):
+            return SamplingParams.from_sglang({**asked, **given} if isinstance(given, dict) else given, defaults)
+        wanted = SamplingParams.from_sglang(asked, {}).logprobs
+        return given if given.logprobs is not None else msgspec.structs.replace(given, logprobs=wanted)
 
     def _add(self, ids: list[int], params: SamplingParams, choice: int, name: str, priority: int) -> _Live:
         live = _Live(f"engine-{next(self._counter)}", params, OutputText(self.tokenizer, params), len(ids), name)

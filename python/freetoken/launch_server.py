@@ -95,7 +95,7 @@ async def _serve_on(
     if failure is not None:
         raise failure
     if frontend.status.state == "failed":
-        raise StartupError(frontend.status.reason)
+        raise StartupError(frontend.status.cause)
     if server.interrupted:
         return 128 + server.signals[-1]
     return 1 if code != 0 and frontend.scheduler_ready else 0
@@ -115,7 +115,7 @@ async def _start_up(config: Config, frontend: Frontend, progress: Progress, addr
     except asyncio.TimeoutError:
         raise StartupError(f"the scheduler was not ready after {limit:g} seconds (FREETOKEN_LAUNCH_TIMEOUT)") from None
     except RequestError as error:
-        raise StartupError(error.message) from None
+        raise StartupError(frontend.status.cause or error.message) from None
     # What the start made stays for good, so the collector need not look at it again.
     gc.collect()
     gc.freeze()

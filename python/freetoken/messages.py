@@ -164,9 +164,11 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The scheduler cannot go on. ``reason`` is one sentence."""
+    """The scheduler cannot go on. ``reason`` is one sentence for clients, without anything of the inside; ``detail``, if
+    there is more to say, one for the operator."""
 
     reason: str
+    detail: str = ""
 
 
 class ControlReply(msgspec.Struct, tag=True):

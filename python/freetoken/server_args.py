@@ -391,6 +391,21 @@ class _Resolver:
         return derived
 
 
+_IN_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "list[int]": "a list of whole numbers",
+    "list[str]": "a list of texts",
+    "NoneType": "empty",
+}
+"""Types as a person who writes a flag or a YAML file calls them."""
+
+
 def _check_type(name: str, annotation: str, value: Any) -> None:
     """``annotation`` is that of a field of :class:`ServerArgs`; a whole number will do where a float is asked for."""
     kind = annotation.removesuffix(" | None")
@@ -408,7 +423,8 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
     if right and kind.startswith("list"):
         right = all(type(item) is (int if kind == "list[int]" else str) for item in value)
     if not right:
-        raise StartupError(f"argument {name!r} must be of type {annotation}, not {type(value).__name__}")
+        given = _IN_WORDS.get(type(value).__name__, type(value).__name__)
+        raise StartupError(f"argument {name!r} must be {_IN_WORDS[kind]}, not {given}")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from make_tiny_model import make_tiny_model
 from oracle import Generated, Oracle
 
-from freetoken import Engine
+from freetoken import Engine, SamplingParams
 from freetoken.errors import FreetokenError, RequestError, StartupError
 from freetoken.messages import TokenLogprob
 
@@ -287,6 +287,34 @@ def test_logprobs_are_those_of_transformers(engine: Engine, folder: Path) -> Non
     assert Oracle(folder, engine.config.sample_vocab).check(items) <= 1
 
 
+def test_logprobs_asked_for_in_the_call(engine: Engine) -> None:
+    """As in SGLang: beside the sampling parameters, which win where they say something themselves."""
+    both = [engine.generate("a", short(3, return_logprob=True, top_logprobs_num=2))["meta_info"]]
+    both += [engine.generate("a", short(3), return_logprob=True, top_logprobs_num=2)["meta_info"]]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert both[0][name] == both[1][name] and len(both[0][name]) == 3
+    given = [short(3), short(3, return_logprob=False), SamplingParams(max_new_tokens=3)]
+    given.append(SamplingParams(max_new_tokens=3, logprobs=1))
+    metas = [answer["meta_info"] for answer in engine.generate(["a"] * 4, given, return_logprob=True)]
+    assert ["output_token_logprobs" in meta for meta in metas] == [True, False, True, True]
+    assert [len(top) for top in metas[3]["output_top_logprobs"]] == [1, 1, 1]
+    assert metas[2]["output_top_logprobs"] == [[], [], []]
+
+
+def test_sampling_params_may_be_the_class(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
+    expected = [engine.generate(prompt, short())["output_ids"] for prompt in PROMPTS]
+    assert engine.generate(PROMPTS[0], params)["output_ids"] == expected[0]
+    assert "output_token_logprobs" not in engine.generate(PROMPTS[0], params)["meta_info"]
+    assert [answer["output_ids"] for answer in engine.generate(PROMPTS, params)] == expected
+    mixed = [params, short(), params, short()]
+    assert [answer["output_ids"] for answer in engine.generate(PROMPTS, mixed)] == expected
+    assert [len(answer["output_ids"]) for answer in engine.generate("a", SamplingParams(n=2, max_new_tokens=2))] == [
+        2,
+        2,
+    ]
+
+
 def test_logprobs_only_for_who_asked(engine: Engine) -> None:
     wishes = [short(3), short(3, return_logprob=True), short(3, return_logprob=False), short(3, logprobs=2)]
     metas = [answer["meta_info"] for answer in engine.generate(PROMPTS, wishes)]
@@ -329,7 +357,13 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "sampling_params": {"stop": ["x"] * 17}}, "stop"),
     ({"prompt": "a", "sampling_params": {"n": 0}}, "n"),
     ({"prompt": "a", "sampling_params": {"return_logprob": "yes"}}, "return_logprob"),
+    ({"prompt": "a", "return_logprob": "yes"}, "return_logprob"),
+    ({"prompt": "a", "return_logprob": [True]}, "return_logprob"),
+    ({"prompt": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
+    ({"prompt": "a", "sampling_params": SamplingParams(), "top_logprobs_num": -1}, "top_logprobs_num"),
     ({"prompt": "a", "sampling_params": {"stop_token_ids": [387]}}, "stop_token_ids"),
+    ({"prompt": "a", "sampling_params": SamplingParams(stop_token_ids=(387,))}, "stop_token_ids"),
+    ({"prompt": ["a", "b"], "sampling_params": [SamplingParams()]}, "sampling_params"),
     ({"prompt": "a", "sampling_params": {"logit_bias": {"387": 1}}}, "logit_bias"),
     ({"prompt": ["a", "b"], "sampling_params": [{}, {"logit_bias": {"387": 1}}]}, "logit_bias"),
 ]
@@ -420,11 +454,11 @@ def start_refused(path: Path | str, **arguments: Any) -> str:
     ("arguments", "word"),
     [
         ({"page_sise": 16}, "'page_sise'"),
-        ({"page_size": "16"}, "'page_size' must be of type int"),
+        ({"page_size": "16"}, "'page_size' must be a whole number, not text"),
         ({"page_size": 3}, "--page-size"),
         ({"page_size": True}, "'page_size' must be"),
         ({"max_total_tokens": 1.5}, "'max_total_tokens' must be"),
-        ({"disable_radix_cache": "no"}, "'disable_radix_cache' must be of type bool"),
+        ({"disable_radix_cache": "no"}, "'disable_radix_cache' must be true or false"),
         ({"cuda_graph_bs": [1, "2"]}, "'cuda_graph_bs' must be"),
         ({"dtype": "float8"}, "--dtype"),
         ({"context_length": 2000}, "--context-length"),
@@ -435,6 +469,11 @@ def start_refused(path: Path | str, **arguments: Any) -> str:
 )
 def test_bad_arguments(arguments: dict[str, Any], word: str, folder: Path) -> None:
     assert word in start_refused(folder, **arguments)
+
+
+@pytest.mark.parametrize("path", [3, b"folder", ["folder"], 1.5])
+def test_a_path_of_a_wrong_type_is_refused(path: Any) -> None:
+    assert "'model_path' must be a path" in start_refused(path)
 
 
 def rewrite(path: Path, **changes: Any) -> None:

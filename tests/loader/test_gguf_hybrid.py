@@ -219,6 +219,13 @@ def test_a_broken_contract_names_the_key(change: dict[str, Any], word: str, rota
     assert "\n" not in str(caught.value) and "bad.gguf" in str(caught.value)
 
 
+def test_a_missing_architecture_is_called_missing(rotated: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(rotated.read_bytes().replace(b"general.architecture", b"general.architecturX"))
+    with pytest.raises(StartupError, match=r"metadata key 'general.architecture' is missing"):
+        opened(path)
+
+
 def test_a_broken_tied_contract_names_the_key(rotated_tied: Path, tmp_path: Path) -> None:
     for change, word in (
         ({"inverse_weight_names": None}, "tied_output' is true, but 'token_embd.weight' is not among"),

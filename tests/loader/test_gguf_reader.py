@@ -153,6 +153,20 @@ def test_damaged_file_is_one_sentence(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and "file.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["\x01\x02" * 300, "\u2028" * 300, "x" * 900])
+def test_a_long_name_is_cut_in_errors(name: str, tmp_path: Path) -> None:
+    """What a flipped length makes of the bytes behind it."""
+    for data in (
+        container([pair(name, 13, bytes(8))], []),
+        container([pair(name, 9, array(77, 1, bytes(8)))], []),
+        container([], [row(name, [4], 43, 0)], bytes(64)),
+    ):
+        with pytest.raises(StartupError, match=r"\.\.\.") as caught:
+            opened(tmp_path, data)
+        said = str(caught.value).removeprefix(str(tmp_path))
+        assert len(said) < 160 and said.isascii() and said.isprintable()
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", tmp_path):
         with pytest.raises(StartupError, match="cannot be read"):

@@ -280,7 +280,7 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "detail"),
     [
         (StartupError("the file is truncated"), "the file is truncated"),
         (RuntimeError("first line\nsecond line"), "RuntimeError: first line"),
@@ -288,14 +288,16 @@ def signals() -> Iterator[None]:
     ],
 )
 def test_a_start_that_fails_says_why(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch, signals: None, error: Exception, reason: str
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, signals: None, error: Exception, detail: str
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     use_runner(monkeypatch, fail)
     assert run_scheduler(make_config(), peer.channel.folder) == 1
-    assert peer.wait_for(messages.Failed).reason == reason
+    failed = peer.wait_for(messages.Failed)
+    assert failed.detail == detail
+    assert failed.reason == f"the start failed ({type(error).__name__}); the server's log says more"
     assert not any(isinstance(message, messages.Ready) for message in peer.received)
 
 
@@ -312,6 +314,8 @@ def test_a_step_that_fails_is_the_end(peer: Peer, monkeypatch: pytest.MonkeyPatc
     sender.start()
     assert run_scheduler(make_config(overlap=False), peer.channel.folder) == 1
     sender.join()
-    assert peer.wait_for(messages.Failed).reason == "RuntimeError: the device is gone"
-    assert peer.received[-1] == messages.Failed("RuntimeError: the device is gone")
+    said = messages.Failed(
+        "the step failed (RuntimeError); the server's log says more", "RuntimeError: the device is gone"
+    )
+    assert peer.wait_for(messages.Failed) == peer.received[-1] == said
     assert len(peer.outputs("r")) == 3 and peer.ends("r") == []

@@ -211,7 +211,26 @@ def test_neutral_values_of_what_is_not_served_pass(server: Served) -> None:
     neutral = {
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "parallel_tool_calls": True,
         "functions": None, "modalities": ["text"], "service_tier": "auto", "store": False, "priority": 0,
-        "reasoning_effort": None, "metadata": {}, "stop": None, "n": None,
+        "reasoning_effort": None, "metadata": {"run": "7"}, "stop": None, "n": None,
     }  # fmt: skip
     assert server.chat("say:x", **neutral).status_code == 200
-    assert server.complete("say:x", best_of=1, suffix="").status_code == 200
+    assert server.complete("say:x", best_of=1, suffix="", metadata={}).status_code == 200
+    refused = server.chat("say:x", metadata="run 7")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "metadata"
+
+
+def test_names_of_unknown_fields_are_for_the_debug_level(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    unknown = {"my_secret_field": 1, "my_other_field": 2}
+    with caplog.at_level("INFO", logger="freetoken"):
+        assert server.chat("say:x", **unknown).status_code == 200
+        assert server.chat("say:x", **unknown).status_code == 200
+        assert server.post("/v1/responses", {"input": "say:x", "my_secret_field": 1}).status_code == 200
+    assert "my_" not in caplog.text
+    said = [record.getMessage() for record in caplog.records if record.name == "freetoken.server.wire"]
+    assert [line.partition(" (")[0] for line in said] == [
+        "/v1/chat/completions: unknown request fields are ignored: 2 new",
+        "/v1/responses: unknown request fields are ignored: 1 new",
+    ]
+    with caplog.at_level("DEBUG", logger="freetoken"):
+        server.chat("say:x", my_third_field=1)
+    assert "request field 'my_third_field' is not known" in caplog.text

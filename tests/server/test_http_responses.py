@@ -8,7 +8,12 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from freetoken.server.chat_output import ChatOutputs, ChatStyle
+from freetoken.server.generation import GenEvent
+from freetoken.server.parsers import Dialects
 from server.conftest import Served, serving
 from server.templates import QWEN35
 from server.test_http_refusals import refusal
@@ -111,6 +116,65 @@ def test_limits_and_cuts(qwen: Served) -> None:
     assert answer.incomplete_details.reason == "max_output_tokens"
     answer = ask(qwen, input=say(f"</think>{XML_CALL}"), max_output_tokens=80, tools=[TOOL])
     assert answer.output[-1].status == "incomplete" and answer.output[-1].arguments.startswith('{"city"')
+
+
+def test_the_item_that_was_cut_off_is_incomplete(qwen: Served) -> None:
+    """And those before it are not; :func:`ask` compares with the stream's last event, the items' own events are read here."""
+
+    def states(text: str, most: int | None) -> list[tuple[str, str]]:
+        answer = ask(qwen, input=say(text), max_output_tokens=most)
+        done = qwen.openai.responses.create(model="tiny", input=say(text), max_output_tokens=most, stream=True)
+        items = [event.item for event in done if event.type == "response.output_item.done"]
+        assert [item.status for item in items] == [item.status for item in answer.output]
+        return [(item.type, item.status) for item in items]
+
+    assert states("I think</think>so", None) == [("reasoning", "completed"), ("message", "completed")]
+    assert states("I think</think>so", len("I th")) == [("reasoning", "incomplete")]
+    assert states("I think</think>so", len("I think</think>s")) == [
+        ("reasoning", "completed"),
+        ("message", "incomplete"),
+    ]
+
+
+def test_usage_counts_thoughts_up_to_the_end_of_a_mark_of_several_tokens(qwen: Served, server: Served) -> None:
+    """The tokenizer here has no token for the mark; one for each byte."""
+    thought = "I thïnk</think>".encode()
+    for after in ("so </think>", ""):
+        usage = ask(qwen, input=say(thought.decode() + after)).usage
+        assert usage.output_tokens_details.reasoning_tokens == len(thought)
+        assert usage.output_tokens == len(thought) + len(after) + 1
+        for stream in (False, True):
+            options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            answer = qwen.openai.chat.completions.create(
+                model="tiny", messages=say(thought.decode() + after), **options
+            )
+            chat = list(answer)[-1].usage if stream else answer.usage
+            assert chat.completion_tokens_details.reasoning_tokens == len(thought)
+    cut = ask(qwen, input=say(thought.decode()), max_output_tokens=5).usage
+    assert cut.output_tokens_details.reasoning_tokens == cut.output_tokens == 5
+    plain = ask(server, input=say("x</think>y")).usage
+    assert plain.output_tokens_details.reasoning_tokens == 0 and plain.input_tokens_details.cached_tokens >= 0
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_where_thoughts_end_does_not_depend_on_how_tokens_come(data: st.DataObject) -> None:
+    vocabulary = ["<", "/", "</", "th", "ink", "think", ">", ">\n", "a", "k></", "</think"]
+    ids = data.draw(st.lists(st.sampled_from(range(len(vocabulary))), min_size=1, max_size=30))
+    dialects = Dialects("qwen3", decode=lambda given: "".join(vocabulary[i] for i in given))
+    texts = ["".join(vocabulary[i] for i in ids[: n + 1]) for n in range(len(ids))]
+    right = next((n + 1 for n, text in enumerate(texts) if "</think>" in text), len(ids))
+    outputs = ChatOutputs(dialects, ChatStyle())
+    at = 0
+    while at < len(ids):
+        size = data.draw(st.integers(1, 6))
+        piece = ids[at : at + size]
+        outputs.feed(GenEvent(0, "".join(vocabulary[i] for i in piece), list(piece), thinking=True))
+        at += size
+    outputs.feed(GenEvent(0, finish="stop"))
+    assert outputs.reasoning_tokens() in (right, 0)
+    if "a" in texts[right - 1].partition("</think>")[0]:
+        assert outputs.reasoning_tokens() == right
 
 
 def test_choices_and_forms(qwen: Served) -> None:

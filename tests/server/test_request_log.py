@@ -107,9 +107,10 @@ def test_origins_on_the_list_may_call_and_others_may_not() -> None:
             assert ask.status_code == (200 if allowed else 400)
             if allowed:
                 assert "authorization" in ask.headers["access-control-allow-headers"].lower()
-            # The answer to the call itself, refused for want of a key, can be read by the pages that may call.
+            # The answer to the call itself, refused for want of a key, can be read by the pages that may call; from others
+            # the call is refused whatever key it has.
             refused = served.post("/v1/completions", {"prompt": "x"}, headers={"Origin": origin})
-            assert refused.status_code == 401
+            assert refused.status_code == (401 if allowed else 403)
             assert (refused.headers.get("access-control-allow-origin") == origin) is allowed
 
 
@@ -137,6 +138,42 @@ def test_a_foreign_page_cannot_send_what_a_browser_does_not_ask_about_first() ->
         assert post(served, "https://a.example", "cross-site").status_code == 200
         assert post(served, served.url, "same-origin").status_code == 200
         assert served.get("/health", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
+def test_an_origin_is_enough_to_know_a_foreign_page_by() -> None:
+    """Browsers without ``Sec-Fetch-Site``, and pages whose origin is hidden."""
+
+    def status(served: Served, path: str = "/abort_request", **headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if path == "/live":
+            return served.get(path, headers=named).status_code
+        return httpx.post(served.url + path, content=b'{"abort_all": true}', headers=named, timeout=20).status_code
+
+    with serving(cors_allow_origins=["https://a.example"]) as served:
+        own = served.url.removeprefix("http://")
+        port = own.rpartition(":")[2]
+        foreign = (
+            "https://b.example",
+            "null",
+            "",
+            "http://127.0.0.1",
+            f"http://localhost:{port}",
+            own,
+            f"file://{own}",
+        )
+        for origin in foreign:
+            assert status(served, Origin=origin) == 403, origin
+            assert status(served, "/live", Origin=origin) == 403, origin
+        assert status(served, Origin="https://b.example", Sec_Fetch_Site="same-origin") == 403
+        assert served.fake.aborted == []
+        assert status(served) == 200
+        for origin in ("https://a.example", f"http://{own}", f"https://{own}"):
+            assert status(served, Origin=origin) == status(served, "/live", Origin=origin) == 200, origin
+        assert status(served, Origin="https://Page.example:8", Host="page.example:8") == 200
+        refused = served.post("/v1/messages", {}, headers={"Origin": "null"})
+        assert refused.status_code == 403 and refused.json()["type"] == "error"
+    with serving(cors_allow_origins=["null"]) as served:
+        assert status(served, Origin="null") == 200
 
 
 # --- large bodies, slow clients ---------------------------------------------------------------------------------------------

@@ -164,8 +164,13 @@ def test_sources(tmp_path: Path) -> None:
     path.write_text("own {{ messages[0].content }}", encoding="utf-8")
     template = ChatTemplate.load(str(path), ByteTokenizer())
     assert template is not None and template.render(ChatPrompt(USER)) == "own hi <&> é"
-    with pytest.raises(StartupError, match="cannot be read"):
-        ChatTemplate.load(str(tmp_path / "none"), ByteTokenizer())
+    missing = str(tmp_path / "none")
+    with pytest.raises(StartupError, match=r"cannot be read: No such file or directory$") as caught:
+        ChatTemplate.load(missing, ByteTokenizer())
+    assert str(caught.value).count(missing) == 1
+    path.write_bytes(b"\xff")
+    with pytest.raises(StartupError, match=r"cannot be read: it is not UTF-8$"):
+        ChatTemplate.load(str(path), ByteTokenizer())
     with pytest.raises(StartupError, match="does not compile"):
         ChatTemplate("{% if %}", None, None)
 

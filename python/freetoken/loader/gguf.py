@@ -243,21 +243,21 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for index in range(count):
         key = cursor.name(f"the name of metadata key {index}")
         if key in metadata:
-            cursor.fail(f"metadata key {key!r} appears twice")
-        kind = cursor.scalar("<I", f"the type of metadata key {key!r}")
+            cursor.fail(f"metadata key {shown_name(key)} appears twice")
+        kind = cursor.scalar("<I", f"the type of metadata key {shown_name(key)}")
         metadata[key] = _read_value(cursor, kind, key, 0)
     return metadata
 
 
 def _read_value(cursor: _Cursor, kind: int, key: str, depth: int) -> Any:
-    what = f"the value of metadata key {key!r}"
+    what = f"the value of metadata key {shown_name(key)}"
     if kind == _STRING:
         return cursor.string(what)
     if kind == _ARRAY:
         return _read_array(cursor, key, depth)
     layout = _SCALAR_FORMATS.get(kind)
     if layout is None:
-        cursor.fail(f"metadata key {key!r} has the unknown value type {kind}")
+        cursor.fail(f"metadata key {shown_name(key)} has the unknown value type {kind}")
     value = cursor.scalar(layout, what)
     if kind == _BOOL:
         if value > 1:
@@ -267,7 +267,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str, depth: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, key: str, depth: int) -> Any:
-    what = f"the array of metadata key {key!r}"
+    what = f"the array of metadata key {shown_name(key)}"
     if depth >= MAX_ARRAY_DEPTH:
         cursor.fail(f"{what} is nested deeper than {MAX_ARRAY_DEPTH} levels")
     kind = cursor.scalar("<I", what)
@@ -317,9 +317,14 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
     return value
 
 
-def _brief(value: Any) -> str:
+def _brief(value: Any, most: int = 40) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def shown_name(name: str) -> str:
+    """A key or a tensor's name in quotes, cut to 60 characters: of a damaged file it may be anything."""
+    return _brief(name, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +342,11 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUF
     for index in range(count):
         row = _read_tensor_row(cursor, index)
         if row.name in rows:
-            cursor.fail(f"tensor {row.name!r} appears twice")
+            cursor.fail(f"tensor {shown_name(row.name)} appears twice")
         if row.offset % alignment:
-            cursor.fail(f"tensor {row.name!r} lies at offset {row.offset}, not a multiple of the alignment {alignment}")
+            cursor.fail(
+                f"tensor {shown_name(row.name)} lies at offset {row.offset}, not a multiple of the alignment {alignment}"
+            )
         rows[row.name] = row
     data_start = -(-cursor.position // alignment) * alignment
     file_size = len(cursor.data)
@@ -350,38 +357,38 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GGUF
         packing = types[row.type_id]
         if row.type_id in PRIVATE_IDS and not spaces.fit(row, packing):
             cursor.fail(
-                f"tensor {row.name!r} has type id {row.type_id}, but not the size of a {packing.name}: the file is damaged, or the id means another type there"
+                f"tensor {shown_name(row.name)} has type id {row.type_id}, but not the size of a {packing.name}: the file is damaged, or the id means another type there"
             )
         tensor = GGUFTensor(row.name, row.shape, row.type_id, packing, data_start + row.offset)
         if row.shape[-1] % packing.block_elements:
             cursor.fail(
-                f"tensor {row.name!r} has rows of {row.shape[-1]} elements, not a multiple of the {packing.name} block of {packing.block_elements}"
+                f"tensor {shown_name(row.name)} has rows of {row.shape[-1]} elements, not a multiple of the {packing.name} block of {packing.block_elements}"
             )
         if tensor.offset + tensor.nbytes > file_size:
             cursor.fail(
-                f"tensor {row.name!r} ends at byte {tensor.offset + tensor.nbytes}, but the file has {file_size}; it is truncated or damaged"
+                f"tensor {shown_name(row.name)} ends at byte {tensor.offset + tensor.nbytes}, but the file has {file_size}; it is truncated or damaged"
             )
         placed[row.name] = tensor
     in_order = sorted(placed.values(), key=lambda row: row.offset)
     for before, after in pairwise(in_order):
         if before.offset + before.nbytes > after.offset:
-            cursor.fail(f"tensors {before.name!r} and {after.name!r} overlap")
+            cursor.fail(f"tensors {shown_name(before.name)} and {shown_name(after.name)} overlap")
     return placed
 
 
 def _read_tensor_row(cursor: _Cursor, index: int) -> _Row:
     name = cursor.name(f"the name of tensor {index}")
-    what = f"the table entry of tensor {name!r}"
+    what = f"the table entry of tensor {shown_name(name)}"
     dimensions = cursor.scalar("<I", what)
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        cursor.fail(f"tensor {name!r} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
+        cursor.fail(f"tensor {shown_name(name)} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed")
     shape = tuple(cursor.scalar("<Q", what) for _ in range(dimensions))[::-1]
     type_id = cursor.scalar("<I", what)
     offset = cursor.scalar("<Q", what)
     if type_id not in TENSOR_TYPES and type_id != AMBIGUOUS_ID:
-        cursor.fail(f"tensor {name!r} has the unknown type id {type_id}")
+        cursor.fail(f"tensor {shown_name(name)} has the unknown type id {type_id}")
     if math.prod(shape) == 0:
-        cursor.fail(f"tensor {name!r} has an empty dimension in its shape {list(shape)}")
+        cursor.fail(f"tensor {shown_name(name)} has an empty dimension in its shape {list(shape)}")
     return _Row(name, shape, type_id, offset)
 
 
@@ -415,10 +422,10 @@ def _ambiguous_type(cursor: _Cursor, rows: list[_Row], spaces: _Spaces) -> Tenso
         return fitting[0]
     if fitting:
         cursor.fail(
-            f"tensor {asked[0].name!r} has type id {AMBIGUOUS_ID}, and the offsets fit groups of 64 as well as of 128, so which they are cannot be told"
+            f"tensor {shown_name(asked[0].name)} has type id {AMBIGUOUS_ID}, and the offsets fit groups of 64 as well as of 128, so which they are cannot be told"
         )
     row = unfit[AMBIGUOUS_TYPES[0]]
     assert row is not None
     cursor.fail(
-        f"tensor {row.name!r} has type id {AMBIGUOUS_ID}, but the offsets fit neither groups of 64 nor of 128 throughout the file"
+        f"tensor {shown_name(row.name)} has type id {AMBIGUOUS_ID}, but the offsets fit neither groups of 64 nor of 128 throughout the file"
     )

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from freetoken.errors import StartupError
-from freetoken.loader.gguf import GGUFFile
+from freetoken.loader.gguf import GGUFFile, shown_name
 
 PREFIX = "prism.hadamard."
 TRANSFORM, AXIS = "normalized-sylvester-walsh-hadamard", "input-last-dimension"
@@ -67,7 +67,9 @@ def read_hadamard(file: GGUFFile) -> Hadamard | None:
     keys = _Keys(file)
     unknown = [key for key in file.metadata if key.startswith(PREFIX) and key.removeprefix(PREFIX) not in _KEYS]
     if unknown:
-        raise StartupError(f"{file.path}: metadata key {unknown[0][:80]!r} is not known, so the rotation is not either")
+        raise StartupError(
+            f"{file.path}: metadata key {shown_name(unknown[0])} is not known, so the rotation is not either"
+        )
     tied = _check_version(keys)
     block = keys.integer("block_size")
     if block < 1 or block & (block - 1):
@@ -76,8 +78,10 @@ def read_hadamard(file: GGUFFile) -> Hadamard | None:
         if keys.string(key) not in wanted:
             keys.fail(key, f"is {keys.string(key)[:60]!r}; {' and '.join(wanted)} are served")
     architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        keys.fail("version", f"is there, but rotated weights of architecture {str(architecture)[:40]!r} are not served")
+    if not isinstance(architecture, str):
+        raise StartupError(f"{file.path}: metadata key 'general.architecture' is missing")
+    if architecture not in ARCHITECTURES:
+        keys.fail("version", f"is there, but rotated weights of architecture {architecture[:40]!r} are not served")
     rotated = _rotated(keys)
     inverse = _inverse(keys, tied, HEAD in file.tensors)
     signs = _signs(keys, block)

@@ -224,6 +224,11 @@ class SchedulerProcess:
         ]
         crash_dump.write(self.config, "scheduler", reason, requests, last_steps=self.steps.public(), **more)
 
+    def failure(self, error: Exception) -> str:
+        """What clients are told of ``error``: its text may hold paths, sizes, or what somebody wrote."""
+        what = "start" if self.scheduler is None else "step"
+        return f"the {what} failed ({type(error).__name__}); the server's log says more"
+
     def _warn_stuck(self, seconds: float) -> None:
         _say(
             f"step {self.steps.launched_steps} has taken {seconds:.1f} seconds so far (--soft-watchdog-timeout); stacks "
@@ -285,14 +290,14 @@ def run_scheduler(config: Config, channel_folder: str) -> int:
     try:
         return process.run()
     except FreetokenError as error:
-        process.send(Failed(str(error)))
+        process.send(Failed(process.failure(error), str(error)))
         return 1
     except Exception as error:
         trace = traceback.format_exc()
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         # The server ends this process as soon as it knows, so it is told last.
-        _say(f"the scheduler failed:\n{trace}", lambda: process.dump(reason, traceback=trace))
-        process.send(Failed(reason))
+        _say(f"the scheduler failed:\n{trace}", lambda: process.dump(detail, traceback=trace))
+        process.send(Failed(process.failure(error), detail))
         return 1
     finally:
         process.close()

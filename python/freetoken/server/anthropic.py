@@ -89,7 +89,7 @@ def read_messages_request(body: Mapping[str, Any], config: Config, *, counting: 
     """A body of ``/v1/messages``, or of ``/v1/messages/count_tokens`` if ``counting`` (which has no ``max_tokens``)."""
     check_model(body, config.served_model_name)
     refuse_unserved(body, _UNSERVED)
-    warn_unknown(body, _KNOWN)
+    warn_unknown(body, _KNOWN, "/v1/messages")
     string(mapping(body, "metadata"), "user_id", "metadata")
     reader = SamplingReader(config.model.sampling_defaults)
     reader.read(body, _SAMPLING)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from freetoken.server.generation import GenEvent
 from freetoken.server.parsers import (
+    MARK_TOKENS,
     NONE,
     CallArguments,
     CallEnd,
@@ -55,7 +56,7 @@ class ChatOutputs:
             style = self._style
             parser = self._dialects.parser(style.tools, thinking=event.thinking, separate=style.separate)
             self._parsers[event.index] = parser
-            self._thoughts[event.index] = _Thoughts(self._dialects.thinking_end)
+            self._thoughts[event.index] = _Thoughts(self._dialects)
         self._thoughts[event.index].count(event.ids)
         deltas = parser.feed(event.text)
         if event.finish is not None:
@@ -75,27 +76,32 @@ class ChatOutputs:
         """Whether choice ``index`` holds a whole call."""
         return self._calls.get(index, 0) > 0
 
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts of all choices; ``None`` if their end is not one token that could be counted up to."""
-        if self._dialects.reasoning == NONE:
-            return 0
-        if self._dialects.thinking_end is None:
-            return None
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts of all choices; 0 where thoughts are not set apart."""
         return sum(thoughts.tokens for thoughts in self._thoughts.values() if thoughts.seen)
 
 
 class _Thoughts:
-    """How many tokens of an output are thoughts: those up to the end mark, if there are thoughts at all."""
+    """How many tokens of an output are thoughts: those up to the one that completes the end mark, if there are thoughts
+    at all."""
 
-    def __init__(self, end: int | None) -> None:
+    def __init__(self, dialects: Dialects) -> None:
         self.seen = False
         self.tokens = 0
-        self._end, self._ended = end, False
+        self._dialects = dialects
+        self._before: list[int] = []
+        self._ended = dialects.reasoning == NONE or (dialects.thinking_end is None and dialects.decode is None)
 
     def count(self, ids: Sequence[int]) -> None:
-        if not self._ended:
-            self._ended = self._end in ids
-            self.tokens += ids.index(self._end) + 1 if self._end is not None and self._ended else len(ids)
+        """The next tokens of the output."""
+        if self._ended:
+            return
+        length = self._dialects.ends_thinking(self._before, ids)
+        self._ended = length is not None
+        self.tokens += len(ids) if length is None else length
+        if self._dialects.thinking_end is None:
+            # The mark may be spread over as many tokens as it has characters.
+            self._before = [*self._before, *ids][-MARK_TOKENS:]
 
 
 @dataclass
@@ -173,8 +179,9 @@ class Blocks:
         self.all.append(block)
         yield "start", block, ""
 
-    def close(self) -> Iterator[tuple[str, Block, str]]:
-        """The output is over."""
+    def close(self, cut: bool = False) -> Iterator[tuple[str, Block, str]]:
+        """The output is over; ``cut`` off in the block that is open, if one is."""
         block, self._open = self._open, None
         if block is not None:
+            block.whole = block.whole and not cut
             yield "stop", block, ""

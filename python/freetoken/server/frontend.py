@@ -39,7 +39,8 @@ _RETRY_LOADING = 5
 
 @dataclass
 class Status:
-    """``state`` is ``loading``, ``ready``, ``draining`` or ``failed``; the rest says how far loading is, or why not."""
+    """``state`` is ``loading``, ``ready``, ``draining`` or ``failed``; the rest says how far loading is, or why not:
+    ``reason`` to clients, ``cause`` to the operator."""
 
     state: str = "loading"
     phase: str = "starting"
@@ -47,6 +48,7 @@ class Status:
     total: int = 0
     unit: str = ""
     reason: str = ""
+    cause: str = ""
 
 
 class Frontend:
@@ -141,15 +143,16 @@ class Frontend:
         """Tell the scheduler to exit."""
         self._try_send(messages.Shutdown(drain=drain))
 
-    def scheduler_gone(self, reason: str) -> None:
-        """The scheduler has exited or failed: every open request gets one error. Must run on the event loop."""
+    def scheduler_gone(self, reason: str, detail: str = "") -> None:
+        """The scheduler has exited or failed: every open request gets one error, ``reason``; ``detail`` is what only the
+        operator is told. Must run on the event loop."""
         if self.status.state == "failed":
             return
         if self.scheduler_ready:
             crash_dump.write(
-                self.config, "server", reason, self._open_requests(), stats=msgspec.to_builtins(self.stats)
+                self.config, "server", detail or reason, self._open_requests(), stats=msgspec.to_builtins(self.stats)
             )
-        self.status = Status("failed", "failed", reason=reason)
+        self.status = Status("failed", "failed", reason=reason, cause=detail or reason)
         self.fail_all(reason)
         self._changed.set()
         if self.on_fatal is not None:
@@ -328,7 +331,7 @@ class Frontend:
             self.scheduler_ready = True
             self._changed.set()
         elif isinstance(message, messages.Failed):
-            self.scheduler_gone(message.reason)
+            self.scheduler_gone(message.reason, message.detail)
         elif isinstance(message, ControlReply):
             call = self._calls.get(message.call)
             if call is not None and not call.done():

@@ -78,7 +78,7 @@ class GenerateRequest:
 def read_generate(body: Mapping[str, Any], config: Config) -> GenerateRequest:
     """A body of ``/generate``; :class:`RequestError` names the field at fault."""
     refuse_unserved(body, _UNSERVED)
-    warn_unknown(body, _KNOWN)
+    warn_unknown(body, _KNOWN, "/generate")
     inputs, single = _inputs(body)
     sampling = _samplings(body, config, len(inputs))
     prompts = [

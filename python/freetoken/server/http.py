@@ -73,22 +73,44 @@ class Guard:
 
 class Origins:
     """Refuses what the pages of foreign sites send: a browser asks first only before some kinds of requests, and others it
-    sends at once and merely hides the answer. ``allowed`` are the origins that may."""
+    sends at once and merely hides the answer. ``allowed`` are the origins that may, beside the server's own.
+
+    Foreign is a request whose ``Origin`` names another host or port than its ``Host``, and a POST that the browser itself
+    calls cross-site. A request without either header is not a page's, and passes; so does a page whose name was made to
+    resolve to this server, which sends that name as ``Host`` too: only a key keeps it out.
+    """
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...]) -> None:
-        self._app, self._allowed = app, {origin.encode() for origin in allowed}
+        self._app, self._allowed = app, {origin.lower().encode() for origin in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            headers = dict(scope["headers"])
-            foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"*" not in self._allowed
-            if foreign and headers.get(b"origin") not in self._allowed:
-                error = RequestError(
-                    "pages of this origin may not call the server (--cors-allow-origins)", status=403, code="origin"
-                )
-                await error_response(error)(scope, receive, send)
-                return
+        # A browser's question beforehand (OPTIONS) is answered by whoever keeps the list.
+        if (
+            scope["type"] == "http"
+            and scope["method"] != "OPTIONS"
+            and self._foreign(scope["method"], scope["headers"])
+        ):
+            error = RequestError(
+                "pages of this origin may not call the server (--cors-allow-origins)", status=403, code="origin"
+            )
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _foreign(self, method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+        named = dict(headers)
+        origin = named.get(b"origin")
+        if b"*" in self._allowed or (origin is not None and origin.lower() in self._allowed):
+            return False
+        if origin is not None and not _same_host(origin, named.get(b"host", b"")):
+            return True
+        return method == "POST" and named.get(b"sec-fetch-site") == b"cross-site"
+
+
+def _same_host(origin: bytes, host: bytes) -> bool:
+    """Whether an origin is of ``host`` (with its port), whatever its scheme: TLS may end in front of this server."""
+    scheme, separator, place = origin.lower().partition(b"://")
+    return bool(separator) and scheme in (b"http", b"https") and place == host.strip().lower()
 
 
 class SlowClient:

@@ -23,6 +23,7 @@ from freetoken.server.wire import (
     boolean,
     check_model,
     integer,
+    mapping,
     read_priority,
     refuse_unserved,
     string,
@@ -45,14 +46,13 @@ _UNSERVED_BOTH: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "lora_path": (),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "best_of": (1,),
 }
 _UNSERVED_CHAT: dict[str, tuple[Any, ...]] = {
     **_UNSERVED_BOTH,
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "functions": (),
+    "function_call": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -70,6 +70,7 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retent
 _COMMON = {
     *SAMPLING_FIELDS,
     *_LABELS,
+    "metadata",
     *GRAMMAR_FIELDS,
     "model",
     "max_tokens",
@@ -116,7 +117,7 @@ def read_chat(body: Mapping[str, Any], config: Config) -> WireRequest:
     """A body of ``/v1/chat/completions``; :class:`RequestError` names the field at fault."""
     check_model(body, config.served_model_name)
     refuse_unserved(body, _UNSERVED_CHAT)
-    warn_unknown(body, _CHAT_KNOWN)
+    warn_unknown(body, _CHAT_KNOWN, "/v1/chat/completions")
     options = StreamOptions.read(body)
     reader = _sampling(body, config)
     most = integer(body, "max_completion_tokens", 1, MAX_TOKENS)
@@ -143,7 +144,7 @@ def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
     """A body of ``/v1/completions``; :class:`RequestError` names the field at fault."""
     check_model(body, config.served_model_name)
     refuse_unserved(body, _UNSERVED_COMPLETIONS)
-    warn_unknown(body, _COMPLETIONS_KNOWN)
+    warn_unknown(body, _COMPLETIONS_KNOWN, "/v1/completions")
     options = StreamOptions.read(body)
     reader = _sampling(body, config)
     most = integer(body, "max_tokens", 0, MAX_TOKENS)
@@ -165,6 +166,7 @@ def read_completion(body: Mapping[str, Any], config: Config) -> WireRequest:
 def _sampling(body: Mapping[str, Any], config: Config) -> SamplingReader:
     for label in ("user", "safety_identifier", "prompt_cache_key"):
         string(body, label)
+    mapping(body, "metadata")
     reader = SamplingReader(config.model.sampling_defaults)
     reader.read(body)
     grammar = read_grammar(body)

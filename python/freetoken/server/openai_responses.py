@@ -97,7 +97,7 @@ def read_responses(body: Mapping[str, Any], config: Config) -> ResponsesRequest:
     check_model(body, config.served_model_name)
     refuse_unserved(body, _UNSERVED)
     refuse_unserved(mapping(body, "stream_options"), {"include_obfuscation": (False,)})
-    warn_unknown(body, _KNOWN)
+    warn_unknown(body, _KNOWN, "/v1/responses")
     for label in _LABELS:
         string(body, label)
     reader = SamplingReader(config.model.sampling_defaults)

@@ -43,9 +43,9 @@ class ResponsesWriter:
         for what, block, text in self._blocks.feed(self._outputs.feed(event)):
             parts += self._change(what, block, text)
         if event.finish is not None:
-            for what, block, text in self._blocks.close():
-                parts += self._change(what, block, text)
             status = self._status(event)
+            for what, block, text in self._blocks.close(cut=status == "incomplete"):
+                parts += self._change(what, block, text)
             parts.append(self._event(f"response.{status}", response=self._response(status, event)))
         return b"".join(parts)
 
@@ -94,9 +94,10 @@ class ResponsesWriter:
         (event,) = events
         for _ in self._blocks.feed(self._outputs.feed(event)):
             continue
-        for _ in self._blocks.close():
+        status = self._status(event)
+        for _ in self._blocks.close(cut=status == "incomplete"):
             continue
-        return orjson.dumps(self._response(self._status(event), event))
+        return orjson.dumps(self._response(status, event))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -146,12 +147,11 @@ def _part(block: Block, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(event: GenEvent, reasoning: int | None) -> dict[str, Any]:
-    details = {} if reasoning is None else {"output_tokens_details": {"reasoning_tokens": reasoning}}
+def _usage(event: GenEvent, reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": event.prompt_tokens,
         "input_tokens_details": {"cached_tokens": event.cached_tokens},
         "output_tokens": event.completion_tokens,
-        **details,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": event.prompt_tokens + event.completion_tokens,
     }

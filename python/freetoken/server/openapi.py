@@ -114,6 +114,7 @@ _OPENAI: dict[str, Schema] = {
     "stream": SWITCH,
     "stream_options": _object(include_usage=SWITCH),
     "user": TEXT,
+    "metadata": {"type": "object"},
     "rid": RID,
 }
 _PART = _object(("type", "text"), type={"const": "text"}, text=TEXT)

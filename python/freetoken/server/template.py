@@ -94,8 +94,10 @@ class ChatTemplate:
             try:
                 with open(path, encoding="utf-8") as file:
                     source = file.read()
-            except (OSError, UnicodeDecodeError) as error:
-                raise StartupError(f"--chat-template {path} cannot be read: {error}") from None
+            except OSError as error:
+                raise StartupError(f"--chat-template {path} cannot be read: {error.strerror or error}") from None
+            except UnicodeDecodeError:
+                raise StartupError(f"--chat-template {path} cannot be read: it is not UTF-8") from None
         return cls(source, tokenizer.bos_token, tokenizer.eos_token, named) if source else None
 
     @property

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 _MAX_WARNED = 256
 MAX_PRIORITY = 2**31 - 1
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
@@ -52,12 +52,19 @@ def parse_large_object(data: bytes) -> dict[str, Any]:
         gc.enable()
 
 
-def warn_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """One warning in the log for each field name outside the protocol; the set of names is bounded."""
-    for name in body:
-        if name not in known and name not in _warned and len(_warned) < _MAX_WARNED:
-            _warned.add(name)
-            log.warning("request field %r is not known and is ignored", name[:100])
+def warn_unknown(body: Mapping[str, Any], known: Collection[str], endpoint: str) -> None:
+    """A warning in the log when ``endpoint`` is sent fields outside its protocol that it was not sent before: how many.
+
+    Their names are what a client wrote, so they are for the debug level. The set of names is bounded.
+    """
+    new = [name for name in body if name not in known and (endpoint, name) not in _warned]
+    new = new[: _MAX_WARNED - len(_warned)]
+    if not new:
+        return
+    _warned.update((endpoint, name) for name in new)
+    log.warning("%s: unknown request fields are ignored: %d new (names at --log-level debug)", endpoint, len(new))
+    for name in new:
+        log.debug("%s: request field %r is not known and is ignored", endpoint, name[:100])
 
 
 def refuse_unserved(body: Mapping[str, Any], unserved: Mapping[str, tuple[Any, ...]]) -> None:

@@ -6,7 +6,8 @@ A dialect is chosen by the operator, else by the marks in the chat template, els
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from freetoken.server.detokenizer import Tokenizer
@@ -25,6 +26,7 @@ from freetoken.server.parsers.base import (
 )
 
 __all__ = [
+    "MARK_TOKENS",
     "NONE",
     "REASONING",
     "TOOL_CALLS",
@@ -49,6 +51,8 @@ TOOL_CALLS: dict[str, type[CallParser]] = {
     "llama3": llama.LlamaParser,
 }
 REASONING: dict[str, type[think.ThinkParser]] = {"qwen3": think.ThinkParser}
+MARK_TOKENS = max(len(parser.markers[1]) for parser in REASONING.values())
+"""Most tokens that the end of thoughts can be spread over."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,14 @@ class Dialects:
     """What the served model speaks: names of :data:`REASONING` and :data:`TOOL_CALLS`, or ``none``.
 
     ``special`` maps the marks that are special tokens to their ids; ``thinking_end`` is the id of the token that ends the
-    thoughts, ``None`` if they end with several.
+    thoughts, ``None`` if they end with several; ``decode`` gives the text of ids.
     """
 
     reasoning: str = NONE
     tool_calls: str = NONE
     special: Mapping[str, int] = field(default_factory=dict)
     thinking_end: int | None = None
+    decode: Callable[[list[int]], str] | None = field(default=None, compare=False, repr=False)
 
     def with_tokens(self, tokenizer: Tokenizer) -> Dialects:
         """The same, knowing the tokens of the marks."""
@@ -73,7 +78,21 @@ class Dialects:
             self,
             special={mark: texts[mark] for mark in marks if mark in texts},
             thinking_end=end[0] if len(end) == 1 else None,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         )
+
+    def ends_thinking(self, before: Sequence[int], ids: Sequence[int]) -> int | None:
+        """How many of ``ids`` it takes to complete the mark that ends thoughts, ``None`` if they do not; ``before`` are the
+        last :data:`MARK_TOKENS` ids before them, which do not complete it."""
+        if self.thinking_end is not None:
+            return ids.index(self.thinking_end) + 1 if self.thinking_end in ids else None
+        if self.reasoning == NONE or self.decode is None:
+            return None
+        mark, together, decode = REASONING[self.reasoning].markers[1], [*before, *ids], self.decode
+        if mark not in decode(together):
+            return None
+        lengths = range(1, len(ids))
+        return 1 + bisect_left(lengths, True, key=lambda length: mark in decode(together[: len(before) + length]))
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Marks that must reach the parser even where they are special tokens."""
