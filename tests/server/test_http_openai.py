@@ -81,8 +81,9 @@ def test_length_and_stop_reasons(server: Served) -> None:
 
 def test_stop_string_across_token_borders_aborts_the_rest(server: Served) -> None:
     before = len(server.fake.aborted)
-    # 260 and 261 are "STO" and "P!"; the script would go on for ever.
-    chunks = events(server.complete("ids:104,105,260,261,65,65,65,65,65,65,65,65,65,65", stop=["STOP"], stream=True))
+    # 260 and 261 are "STO" and "P!"; the script would go on for long.
+    script = "ids:104,105,260,261" + ",65" * 600
+    chunks = events(server.complete(script, stop=["STOP"], stream=True, max_tokens=1000))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     server.until(lambda: len(server.fake.aborted) == before + 1)

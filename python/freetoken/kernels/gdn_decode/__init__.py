@@ -9,7 +9,11 @@ from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.gdn_decode import reference
 from freetoken.kernels.gdn_decode.config import DecodeConfig, candidates, pick_config
 
-__all__ = ["DecodeConfig", "GdnDecode", "candidates", "pick_config"]
+__all__ = ["CHECK_BOUNDS", "DecodeConfig", "GdnDecode", "candidates", "pick_config"]
+
+CHECK_BOUNDS = {**checking.RELATIVE_RMS, torch.float32: 1e-4}
+"""Largest relative RMS of outputs and of states against the reference, by the type of the inputs: the norm divides by the size of a
+head's own output, so one that nearly cancels shows the rounding of what it was summed from."""
 
 
 class GdnDecode:
@@ -80,7 +84,7 @@ class GdnDecode:
             sigmoid=sigmoid,
         )
         if self._checked:
-            bound = checking.RELATIVE_RMS[qkv.dtype]
+            bound = CHECK_BOUNDS[qkv.dtype]
             checking.require_close("gdn_decode", "the output", out[live], expected, bound)
             checking.require_close("gdn_decode", "the conv state", conv_state[used], states[0], bound)
             checking.require_close("gdn_decode", "the recurrent state", rec_state[used], states[1], bound)
