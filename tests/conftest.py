@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 from freetoken import hardware
 
@@ -30,3 +32,12 @@ def _few_threads() -> None:
         return
     threads = int(os.environ.get("OMP_NUM_THREADS", "2"))
     torch.set_num_threads(max(1, threads // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A start inside a test sets the level of all logging; the next test has its own again."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
