@@ -9,7 +9,7 @@
 #   packed    the 27B in 2 bits, without and with HTTP
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
-#   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default /tmp/freetoken-profile
+#   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default a new folder
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
 # installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
@@ -32,7 +32,7 @@ if [ -z "$card" ]; then
     exit 1
 fi
 out=${OUT:-benchmarks/results/$card}
-profiles=${PROFILES:-/tmp/freetoken-profile}
+profiles=${PROFILES:-$(mktemp -d)}
 mkdir -p "$out"
 model=(--model-path benchmarks/configs/qwen3-8b --load-format dummy --dtype bfloat16 --random-seed 1)
 label="Qwen3-8B geometry, bf16, random weights"
