@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ class Small(IndexerConfig):
 
     gather_elements = 1
     mask_elements = 60
+    score_elements = 60
 
 
 class World:
@@ -83,7 +83,7 @@ class World:
     def op(self, impl: str) -> Qsa:
         return Qsa(choice("qsa", impl), self.table.to(DEVICE), self.config)
 
-    def store(self, texts: list[Text], start: list[int], end: list[int], op: Qsa, fused: bool = False) -> torch.Tensor:
+    def store(self, texts: list[Text], start: list[int], end: list[int], op: Qsa) -> torch.Tensor:
         """Keys of the tokens from ``start`` to ``end`` of each text go to their pages; the index queries of all."""
         pieces = [torch.arange(a, b) for a, b in zip(start, end)]
         positions = torch.cat(pieces).to(DEVICE)
@@ -102,7 +102,8 @@ class World:
         raw = torch.cat([t.raw[a:b].flatten(1) for t, a, b in zip(texts, start, end)]).to(DEVICE)
         norms = tuple(weight.to(DEVICE) for weight in self.norms)
         where = (table, rows, positions, slots)
-        return op.index(raw, self.pools.index, norms, EPS, where, step, fused)
+        before = torch.cat([piece - piece[0] for piece in pieces]).to(DEVICE) if len(positions) > len(texts) else None
+        return op.index(raw, self.pools.index, norms, EPS, where, step, before)
 
     def fill(self, op: Qsa) -> torch.Tensor:
         """Every text: half of it as a prompt, the rest token by token beside the others; index queries of the last tokens."""
@@ -113,8 +114,18 @@ class World:
         for back in range(max(lengths) - max(lengths) // 2, 0, -1):
             live = [text for text in self.texts if len(text.q) // 2 <= len(text.q) - back]
             starts = [len(text.q) - back for text in live]
-            queries = self.store(live, starts, [start + 1 for start in starts], op, fused=True)
+            queries = self.store(live, starts, [start + 1 for start in starts], op)
         return queries
+
+    def attend_pieces(self, live: list[tuple[Text, int, int]], op: Qsa) -> torch.Tensor:
+        """Tokens from ``start`` to ``end`` of each text, as pieces of a step behind one decode."""
+        texts, starts, ends = (list(part) for part in zip(*live))
+        index_q = self.store(texts, starts, ends, op)
+        plan = op.plan([b - a for a, b in zip(starts, ends)], ends, 1, self.pools.k, HEADS)
+        q = torch.cat([text.q[start:end] for text, start, end in live]).to(DEVICE)
+        rows = torch.tensor([0] + [text.row for text in texts], device=DEVICE)
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends)]).to(DEVICE)
+        return op.attend_pieces(q, index_q, self.pools, self.page_table.to(DEVICE), rows, positions, plan, SCALE)
 
     def attended(self, text: Text, at: int) -> list[float]:
         """The scalar rule for the query at position ``at``, head after head."""
@@ -181,21 +192,29 @@ def test_decodes(impl: str, page: int, number: int, monkeypatch: pytest.MonkeyPa
         check(few.attend_decodes(world.last_queries(), index_q, world.pools, *where, 23, SCALE), expected)
 
 
-@pytest.mark.parametrize("page", [1, 4, 16])
-@pytest.mark.parametrize("config", GEOMETRIES, ids=lambda config: f"{config.budget}-{config.ratio}")
-def test_pieces(config: IndexerConfig, page: int) -> None:
-    """A whole prompt, then pieces that begin and end inside blocks, queries taken a few at a time."""
-    world = World([26], page, config)
-    (text,) = world.texts
-    expected = [world.attended(text, at) for at in range(26)]
-    op, table = world.op("reference"), world.page_table.to(DEVICE)
-    for bounds, few in (([0, 26], config), ([0, 3, 10, 11, 24, 26], Small(**dataclasses.asdict(config)))):
-        world.pools.index.fill_(float("nan"))
-        for start, end in itertools.pairwise(bounds):
-            index_q = world.store([text], [start], [end], op)
-            q = text.q[start:end].to(DEVICE)
-            out = reference.attend_piece(q, index_q, world.pools, table, world.rows, end, few, SCALE)
-            check(out, expected[start:end])
+PIECES = [("reference", page, number) for page in (1, 4, 16) for number in range(3)]
+PIECES += [("triton", 1, 0), ("triton", 16, 1), ("triton", 4, 2), ("check", 4, 0)]
+
+
+@pytest.mark.parametrize(("impl", "page", "number"), PIECES)
+def test_pieces(impl: str, page: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts beside each other, then pieces that begin and end inside blocks, a few queries at a time."""
+    config = GEOMETRIES[number]
+    world = World([26, 1, 9], page, config)
+    expected = [[world.attended(text, at) for at in range(len(text.q))] for text in world.texts]
+    cuts = [[0, 3, 10, 11, 24, 26], [0, 0, 0, 1, 1, 1], [0, 4, 4, 6, 8, 9]]
+    with poisoned_outputs(monkeypatch):
+        for bounds, own in (([[0, 26], [0, 1], [0, 9]], config), (cuts, Small(**dataclasses.asdict(config)))):
+            world.pools.index.fill_(float("nan"))
+            op = Qsa(choice("qsa", impl), world.table.to(DEVICE), own)
+            for step in range(len(bounds[0]) - 1):
+                live = [
+                    (text, cut[step], cut[step + 1])
+                    for text, cut in zip(world.texts, bounds)
+                    if cut[step + 1] > cut[step]
+                ]
+                out = world.attend_pieces(live, op)
+                check(out, [row for text, start, end in live for row in expected[text.row][start:end]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -287,7 +306,7 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(triton, "index", wrong)
             with pytest.raises(KernelCheckError, match=message):
-                world.store(world.texts, [8, 19], [9, 20], op, fused=True)
+                world.store(world.texts, [8, 19], [9, 20], op)
 
 
 @pytest.mark.gpu
@@ -320,7 +339,7 @@ def test_on_a_gpu_replays_follow_the_lengths() -> None:
 
     def step() -> torch.Tensor:
         where = (table, world.rows, positions, slots)
-        index_q = op.index(raw, world.pools.index, norms, EPS, where, None, True)
+        index_q = op.index(raw, world.pools.index, norms, EPS, where, None)
         return op.attend_decodes(q, index_q, world.pools, table, world.rows, lengths, table.shape[1] * 16, SCALE)
 
     def place(token: int) -> None:
@@ -345,5 +364,5 @@ def test_on_a_gpu_replays_follow_the_lengths() -> None:
             assert bool(captured.isfinite().all()) and torch.equal(captured, step())
             checked = world.op("check")
             where = (table, world.rows, lengths, table.shape[1] * 16)
-            index_q = op.index(raw, world.pools.index, norms, EPS, (table, world.rows, positions, slots), None, True)
+            index_q = op.index(raw, world.pools.index, norms, EPS, (table, world.rows, positions, slots), None)
             checked.attend_decodes(q, index_q, world.pools, *where, SCALE)
