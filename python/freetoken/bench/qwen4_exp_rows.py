@@ -1,4 +1,5 @@
-"""Rows of ``bench.ops`` for what only ``qwen4_exp`` has, in its published geometry: hyper-connections, decodes behind an indexer."""
+"""Rows of ``bench.ops`` for what only ``qwen4_exp`` has, in its published geometry: hyper-connections, decodes and pieces of prompts behind an
+indexer."""
 
 from __future__ import annotations
 
@@ -89,4 +90,47 @@ def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
             seen = min(depth, config.visible) * 2 * kv_heads * width + depth // config.ratio * config.head_dim
             shape = {"requests": requests, "depth": depth}
             cases.append(Case(shape, fused, plain, float(requests * seen * element), model=MODEL))
+    return cases
+
+
+def qsa_piece_cases(device: str, sizes: Sizes) -> list[Case]:
+    """A piece of a prompt at several depths. Queries choose independently of each other, or (``alike``) much as their neighbours do.
+
+    The roof counts products with selected tokens alone, and each key and value once.
+    """
+    from freetoken.kernels.qsa import Pools, Qsa
+
+    small = device == "cpu"
+    config, (heads, kv_heads, width) = (TINY, (4, 2, 16)) if small else (PUBLISHED, (HEADS, KV_HEADS, HEAD_DIM))
+    tokens, depths = (9, (0, 31)) if small else (2048, (0, 6144, 14336))
+    rotary = torch.empty(0, 2, device=device)
+    ops = [Qsa(Choice("qsa", "", impl, "benchmark"), rotary, config) for impl in ("triton", "reference")]
+    cases = []
+    for depth, alike in (*((depth, 0) for depth in depths), (depths[-1], 1)):
+        length = depth + tokens
+        pages = length // PAGE + 2
+        k, v = (torch.randn(pages, kv_heads, PAGE, width, device=device).to(sizes.dtype) for _ in range(2))
+        pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(sizes.dtype))
+        table = torch.randperm(pages, device=device).int().view(1, -1)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        positions = torch.arange(depth, length, device=device)
+        q = torch.randn(tokens, heads, width, device=device).to(sizes.dtype)
+        index_q = torch.randn(tokens, config.num_heads, config.head_dim, device=device)
+        if alike:
+            index_q = 0.3 * index_q + index_q[positions // 64 * 64 % tokens]
+        index_q = index_q.to(sizes.dtype)
+        plan = ops[0].plan((tokens,), (length,), 0, k, heads)
+
+        def call(
+            op: Qsa, inputs: Any = (q, index_q, pools, table, rows, positions, plan, width**-0.5)
+        ) -> Callable[[], Tensors]:
+            return lambda: (op.attend_pieces(*inputs),)
+
+        seen = sum(min(at + 1, config.visible) for at in range(depth, length))
+        scored = sum(at // config.ratio for at in range(depth + 1, length + 1))
+        flops = 4.0 * seen * heads * width + 2.0 * scored * config.num_heads * config.head_dim
+        moved = (length * 2 * kv_heads * width + length // config.ratio * config.head_dim) * q.element_size()
+        shape = {"tokens": tokens, "depth": depth, "alike": alike}
+        case = Case(shape, call(ops[0]), call(ops[1]), float(moved + 2 * q.nbytes), flops, model=MODEL, calls=4)
+        cases.append(case)
     return cases

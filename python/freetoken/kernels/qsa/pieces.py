@@ -18,6 +18,8 @@ from freetoken.kernels.qsa.triton import find_bounds, slot_of
 
 SELECT_CHUNK = 2048
 LIST_CHUNK = 1024
+LIST_UNROLL = 4
+"""Queries whose scores are read at a time."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "scores_stride", "begin"])
@@ -100,7 +102,7 @@ def piece_list_kernel(
     begin,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    UNROLL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid ``(tiles,)``. A block that some query sees has ``RATIO`` entries: the slots of its tokens, -1 for those nobody sees, and
@@ -117,16 +119,14 @@ def piece_list_kernel(
     for start in range(0, last // RATIO + 1, CHUNK):
         block = start + offset
         bits = tl.zeros([CHUNK], dtype=tl.int32)
-        for query in tl.static_range(QUERIES):
-            # Beyond the last query its own choice again, which nobody reads.
-            own = tl.minimum(query, count - 1)
-            row = (first + own - begin).to(tl.int64)
-            whole = (position + own + 1) // RATIO
+        for query in tl.range(0, count, loop_unroll_factor=UNROLL):
+            row = (first + query - begin).to(tl.int64)
+            whole = (position + query + 1) // RATIO
             least, cut = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
             found = tl.load(scores_ptr + row * scores_stride + block, mask=block < whole, other=0.0)
             found = found.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             take = (block < whole) & ((found > least) | ((found == least) & (block <= cut)))
-            take = take | ((block >= whole) & (block * RATIO <= position + own))
+            take = take | ((block >= whole) & (block * RATIO <= position + query))
             bits = bits | (take.to(tl.int32) << query)
         seen = bits != 0
         place = (taken + tl.cumsum(seen.to(tl.int32), 0) - 1) * RATIO
@@ -196,7 +196,8 @@ def piece_attend_kernel(
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         s = tl.where(sees, s, float("-inf"))
         acc, row_max, row_sum = softmax_step(s, v, acc, row_max, row_sum)
-    acc = acc / row_sum[:, None]
+    # Rows beyond the last query saw nothing.
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
@@ -233,7 +234,7 @@ def score(
             BLOCK_M=plan.config.score_m,
             BLOCK_N=plan.config.score_n,
             STAGES=2,
-            num_warps=4,
+            num_warps=8,
         )
     return scores
 
@@ -285,9 +286,9 @@ def list_tokens(
         part.begin,
         RATIO=config.ratio,
         PAGE=page_size,
-        QUERIES=plan.config.queries,
+        UNROLL=LIST_UNROLL,
         CHUNK=chunk,
-        num_warps=max(1, min(4, chunk // 128)),
+        num_warps=max(1, chunk // 128),
     )
     return slots, bits, counts
 

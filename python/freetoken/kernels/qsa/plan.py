@@ -46,15 +46,16 @@ def piece_config(
     narrow = capability[0] == 9 and dtype.itemsize <= 2
     rows = min(base.block_m, 64, next_power_of_two(MOST_QUERIES * group))
     rows = max(16, rows, next_power_of_two(group))
-    row_bytes = max(16, next_power_of_two(index_dim)) * dtype.itemsize
+    # Products of float32 hold whole rows in registers.
+    score = (16, 16) if dtype.itemsize > 2 else (64, min(128, max(32, 16384 // next_power_of_two(index_dim))))
     return PieceConfig(
         queries=min(MOST_QUERIES, rows // group),
         block_m=rows,
         block_n=base.block_n,
         num_warps=4 if narrow else base.num_warps,
         num_stages=base.num_stages,
-        score_m=max(16, min(64, 16384 // row_bytes)),
-        score_n=max(16, min(128, 32768 // row_bytes)),
+        score_m=score[0],
+        score_n=score[1],
     )
 
 
