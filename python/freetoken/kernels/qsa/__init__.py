@@ -61,9 +61,9 @@ class Qsa:
         expected = kept = None
         if self._checked and step is not None:
             checking.refuse_capture("qsa", self.choice.flag)
-            before = pool.clone()
-            expected = reference.index(projected, before, norms, eps, step)
-            kept = before.flatten(0, 1)[where[3]]
+            copy = pool.clone()
+            expected = reference.index(projected, copy, norms, eps, step)
+            kept = copy.flatten(0, 1)[where[3]]
         out = self._triton.index(projected, pool, self.table, norms, eps, *where, self.config.ratio, before)
         if expected is not None and kept is not None:
             owned = where[3] >= pool.shape[1]
