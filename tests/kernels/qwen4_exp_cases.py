@@ -57,13 +57,23 @@ def _score(element: str) -> KernelCase:
     )
 
 
-def _select(chunk: int, warps: int) -> KernelCase:
-    pointers = {"scores_ptr": "*fp32", **_TABLES, **dict.fromkeys(("seq_lens_ptr", "chosen_ptr", "counts_ptr"), "*i32")}
-    strides = dict.fromkeys(("table_stride", "scores_stride", "chosen_stride"), "i32")
-    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "CHUNK": chunk}
-    return KernelCase(
-        f"qsa select {chunk}", f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps}
-    )
+def _select(chunk: int, warps: int, split: int) -> KernelCase:
+    floats, words = ("scores_ptr", "best_ptr"), ("blocks_ptr", "seq_lens_ptr", "chosen_ptr", "counts_ptr")
+    pointers = {**dict.fromkeys(floats, "*fp32"), **_TABLES, **dict.fromkeys(words, "*i32")}
+    strides = dict.fromkeys(("table_stride", "scores_stride", "best_stride", "chosen_stride"), "i32")
+    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "SPLIT": split, "CHUNK": chunk}
+    name = f"qsa select {chunk}{' of candidates' if split else ''}"
+    return KernelCase(name, f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps})
+
+
+def _candidates() -> KernelCase:
+    types = {
+        **dict.fromkeys(("scores_ptr", "best_ptr"), "*fp32"),
+        **dict.fromkeys(("blocks_ptr", "seq_lens_ptr"), "*i32"),
+    }
+    types |= dict.fromkeys(("scores_stride", "best_stride"), "i32")
+    values = {"RATIO": 4, "KEPT": 512, "SPLIT": 4096, "CHUNK": 4096}
+    return KernelCase("qsa candidates", f"{QSA}:candidates_kernel", types, values, {"num_warps": 16})
 
 
 def _attend(element: str, warps: int) -> KernelCase:
@@ -156,8 +166,10 @@ CASES = [
     ),
     *(_index(element, pieces) for element in ("bf16", "fp32") for pieces in (False, True)),
     *(_score(element) for element in ("bf16", "fp32")),
-    _select(4096, 16),
-    _select(64, 1),
+    _select(4096, 16, 0),
+    _select(4096, 16, 4096),
+    _select(64, 1, 0),
+    _candidates(),
     _attend("bf16", 4),
     *(_piece_score(element) for element in ("bf16", "fp32")),
     _piece_bounds(2048, 4),

@@ -246,7 +246,6 @@ def bounds(scores: torch.Tensor, positions: torch.Tensor, config: Geometry) -> t
     """
     found = torch.empty((scores.shape[0], 2), dtype=torch.int32, device=scores.device)
     if scores.shape[0]:
-        chunk = min(SELECT_CHUNK, max(32, next_power_of_two(scores.shape[1])))
         piece_bounds_kernel[(scores.shape[0],)](
             scores,
             positions,
@@ -254,8 +253,8 @@ def bounds(scores: torch.Tensor, positions: torch.Tensor, config: Geometry) -> t
             scores.stride(0),
             RATIO=config.ratio,
             KEPT=config.blocks,
-            CHUNK=chunk,
-            num_warps=max(1, min(4, chunk // 256)),
+            CHUNK=SELECT_CHUNK,
+            num_warps=max(1, SELECT_CHUNK // 512),
         )
     return found
 
@@ -270,7 +269,6 @@ def list_tokens(
     shape = (tiles.shape[0], (part.blocks + 1) * config.ratio)
     slots, bits = (torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2))
     counts = torch.empty(shape[0], dtype=torch.int32, device=scores.device)
-    chunk = min(LIST_CHUNK, max(32, next_power_of_two(part.blocks + 1)))
     piece_list_kernel[(shape[0],)](
         scores,
         found,
@@ -287,8 +285,8 @@ def list_tokens(
         RATIO=config.ratio,
         PAGE=page_size,
         UNROLL=LIST_UNROLL,
-        CHUNK=chunk,
-        num_warps=max(1, chunk // 128),
+        CHUNK=LIST_CHUNK,
+        num_warps=max(1, LIST_CHUNK // 128),
     )
     return slots, bits, counts
 

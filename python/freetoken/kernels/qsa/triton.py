@@ -15,6 +15,8 @@ from freetoken.kernels.qsa.reference import Geometry, Pools
 
 SCORE_BLOCKS = 64
 SELECT_CHUNK = 4096
+SELECT_SPLIT = 4096
+"""Texts of more than twice so many blocks are searched by a program for each so many first."""
 
 
 @triton.jit
@@ -285,8 +287,46 @@ def find_bounds(scores, whole, KEPT: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def candidates_kernel(
+    scores_ptr,
+    seq_lens_ptr,
+    best_ptr,
+    blocks_ptr,
+    scores_stride,
+    best_stride,
+    RATIO: tl.constexpr,
+    KEPT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid ``(ceil(most blocks / SPLIT), B)``: the ``KEPT`` best of each ``SPLIT`` blocks of a long text, in the order of the text. None
+    of the best of all is missing, and equals are in order."""
+    lane = tl.program_id(1).to(tl.int64)
+    whole = tl.load(seq_lens_ptr + lane) // RATIO
+    start = tl.program_id(0) * SPLIT
+    if (whole <= 2 * SPLIT) | (start >= whole):
+        return
+    scores = scores_ptr + lane * scores_stride + start
+    count = tl.minimum(whole - start, SPLIT)
+    least, cut = find_bounds(scores, count, KEPT, CHUNK)
+    out = lane * best_stride + tl.program_id(0) * KEPT
+    taken = 0
+    for begin in range(0, count, CHUNK):
+        block = begin + tl.arange(0, CHUNK)
+        score = tl.load(scores + block, mask=block < count, other=0.0)
+        bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        take = (block < count) & ((bits > least) | ((bits == least) & (block <= cut)))
+        place = out + taken + tl.cumsum(take.to(tl.int32), 0) - 1
+        tl.store(best_ptr + place, score, mask=take)
+        tl.store(blocks_ptr + place, start + block, mask=take)
+        taken += tl.sum(take.to(tl.int32), 0)
+
+
+@triton.jit
 def select_kernel(
     scores_ptr,
+    best_ptr,
+    blocks_ptr,
     page_table_ptr,
     rows_ptr,
     seq_lens_ptr,
@@ -294,27 +334,38 @@ def select_kernel(
     counts_ptr,
     table_stride,
     scores_stride,
+    best_stride,
     chosen_stride,
     RATIO: tl.constexpr,
     TAIL: tl.constexpr,
     PAGE: tl.constexpr,
     KEPT: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid ``(B,)``."""
+    """Grid ``(B,)``: of all scores or, with ``SPLIT`` and in a long text, of the candidates."""
     lane = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + lane)
     whole = seq_len // RATIO
     scores = scores_ptr + lane * scores_stride
+    count = whole
+    if SPLIT > 0:
+        long = whole > 2 * SPLIT
+        full = (whole - 1) // SPLIT
+        scores = tl.where(long, best_ptr + lane * best_stride, scores)
+        count = tl.where(long, full * KEPT + tl.minimum(KEPT, whole - full * SPLIT), whole)
     table = page_table_ptr + tl.load(rows_ptr + lane) * table_stride
-    least, cut = find_bounds(scores, whole, KEPT, CHUNK)
-    offset = tl.arange(0, CHUNK)
+    least, cut = find_bounds(scores, count, KEPT, CHUNK)
     chosen = chosen_ptr + lane * chosen_stride
     taken = 0
-    for begin in range(0, whole, CHUNK):
-        block = begin + offset
-        bits = tl.load(scores + block, mask=block < whole, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        take = (block < whole) & ((bits > least) | ((bits == least) & (block <= cut)))
+    for begin in range(0, count, CHUNK):
+        entry = begin + tl.arange(0, CHUNK)
+        bits = tl.load(scores + entry, mask=entry < count, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        take = (entry < count) & ((bits > least) | ((bits == least) & (entry <= cut)))
+        block = entry
+        if SPLIT > 0:
+            named = take & (entry * 0 + whole > 2 * SPLIT)
+            block = tl.where(named, tl.load(blocks_ptr + lane * best_stride + entry, mask=named, other=0), entry)
         place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
         for token in tl.static_range(RATIO):
             slot = slot_of(table, block * RATIO + token, take, PAGE)
@@ -335,28 +386,37 @@ def select(
     config: Geometry,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots ``[B, visible]`` int32 that the last token of each request sees, in the order of the text, and how many ``[B]`` int32."""
-    batch = rows.shape[0]
-    chosen = torch.empty((batch, config.visible), dtype=torch.int32, device=rows.device)
-    counts = torch.empty(batch, dtype=torch.int32, device=rows.device)
-    if batch:
-        chunk = min(SELECT_CHUNK, max(32, next_power_of_two(scores.shape[1])))
-        select_kernel[(batch,)](
-            scores,
-            page_table,
-            rows,
-            seq_lens,
-            chosen,
-            counts,
-            page_table.stride(0),
-            scores.stride(0),
-            chosen.stride(0),
-            RATIO=config.ratio,
-            TAIL=next_power_of_two(config.ratio),
-            PAGE=page_size,
-            KEPT=config.blocks,
-            CHUNK=chunk,
-            num_warps=max(1, min(16, chunk // 256)),
-        )
+    batch, most, device = rows.shape[0], scores.shape[1], rows.device
+    chosen = torch.empty((batch, config.visible), dtype=torch.int32, device=device)
+    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    if not batch:
+        return chosen, counts
+    chunk = min(SELECT_CHUNK, max(32, next_power_of_two(most)))
+    launch = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "num_warps": max(1, min(16, chunk // 256))}
+    split = SELECT_SPLIT if most > 2 * SELECT_SPLIT and config.blocks <= SELECT_SPLIT // 2 else 0
+    splits = triton.cdiv(most, split) if split else 0
+    best = torch.empty((batch, splits * config.blocks), dtype=torch.float32, device=device)
+    blocks = torch.empty(best.shape, dtype=torch.int32, device=device)
+    strides = (scores.stride(0), best.stride(0))
+    if split:
+        candidates_kernel[(splits, batch)](scores, seq_lens, best, blocks, *strides, SPLIT=split, **launch)
+    select_kernel[(batch,)](
+        scores,
+        best,
+        blocks,
+        page_table,
+        rows,
+        seq_lens,
+        chosen,
+        counts,
+        page_table.stride(0),
+        *strides,
+        chosen.stride(0),
+        TAIL=next_power_of_two(config.ratio),
+        PAGE=page_size,
+        SPLIT=split,
+        **launch,
+    )
     return chosen, counts
 
 
