@@ -411,7 +411,7 @@ def test_check_mode_compares_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     right = {name: getattr(pieces, name) for name in ("score", "bounds", "attend")}
     for name, wrong, message in (
         ("score", lambda *a: right["score"](*a) + 1, "the scores"),
-        ("bounds", lambda *a: right["bounds"](*a) + 1, "other tokens"),
+        ("bounds", lambda *a: right["bounds"](*a).fill_(0x7F000000), "other tokens"),
         ("attend", lambda *a: (right["attend"](*a), a[-1].add_(1)), "attention"),
     ):
         with monkeypatch.context() as patch:
