@@ -85,26 +85,25 @@ class PiecePlan:
 
 
 def _split(q_lens: Sequence[int], seq_lens: Sequence[int], queries: int, config: Geometry) -> list[list[Tile]]:
-    """Parts as lists of runs ``(first token, count, position, request)``. A part with t tiles and b blocks a query has
-    ``max(queries, ratio) * t * b <= score_elements``, if more than one tile."""
-    per_tile = max(queries, config.ratio)
-    parts: list[list[Tile]] = []
-    runs: list[Tile] = []
-    tiles = most = token = 0
+    """Parts as lists of runs ``(first token, count, position, request)``, all of about as many tiles. With t tiles, of texts of b
+    blocks, a part has ``max(queries, ratio) * t * b <= score_elements``, if more than one tile."""
+    longest = max(seq_lens) // config.ratio + 1
+    room = max(1, config.score_elements // (max(queries, config.ratio) * longest))
+    total = sum(-(-q_len // queries) for q_len in q_lens)
+    share = -(-total // -(-total // room))
+    parts: list[list[Tile]] = [[]]
+    tiles = token = 0
     for number, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
         position, left = seq_len - q_len, q_len
-        blocks = seq_len // config.ratio + 1
         while left:
-            room = config.score_elements // (per_tile * max(most, blocks)) - tiles
-            if room < 1 and runs:
-                parts.append(runs)
-                runs, tiles, most = [], 0, 0
-                continue
-            count = min(left, max(1, room) * queries)
-            runs.append((token, count, position, number))
-            tiles, most = tiles + -(-count // queries), max(most, blocks)
+            if tiles == share:
+                parts.append([])
+                tiles = 0
+            count = min(left, (share - tiles) * queries)
+            parts[-1].append((token, count, position, number))
+            tiles += -(-count // queries)
             token, position, left = token + count, position + count, left - count
-    return [*parts, runs] if runs else parts
+    return parts
 
 
 def _tiles(runs: Sequence[Tile], size: int) -> list[Tile]:
