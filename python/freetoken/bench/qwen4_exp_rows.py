@@ -93,44 +93,65 @@ def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
-def qsa_piece_cases(device: str, sizes: Sizes) -> list[Case]:
-    """A piece of a prompt at several depths. Queries choose independently of each other, or (``alike``) much as their neighbours do.
+class Piece:
+    """Inputs of attention over a piece of ``tokens`` at ``depth`` of a text: queries that choose independently of each other, or
+    (``alike``) much as their neighbours do."""
 
-    The roof counts products with selected tokens alone, and each key and value once.
-    """
-    from freetoken.kernels.qsa import Pools, Qsa
+    def __init__(self, device: str, dtype: Any, tokens: int, depth: int, alike: bool) -> None:
+        from freetoken.kernels.qsa import Pools
 
-    small = device == "cpu"
-    config, (heads, kv_heads, width) = (TINY, (4, 2, 16)) if small else (PUBLISHED, (HEADS, KV_HEADS, HEAD_DIM))
-    tokens, depths = (9, (0, 31)) if small else (2048, (0, 6144, 14336))
-    rotary = torch.empty(0, 2, device=device)
-    ops = [Qsa(Choice("qsa", "", impl, "benchmark"), rotary, config) for impl in ("triton", "reference")]
-    cases = []
-    for depth, alike in (*((depth, 0) for depth in depths), (depths[-1], 1)):
-        length = depth + tokens
-        pages = length // PAGE + 2
-        k, v = (torch.randn(pages, kv_heads, PAGE, width, device=device).to(sizes.dtype) for _ in range(2))
-        pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(sizes.dtype))
-        table = torch.randperm(pages, device=device).int().view(1, -1)
-        rows = torch.zeros(1, dtype=torch.int64, device=device)
-        positions = torch.arange(depth, length, device=device)
-        q = torch.randn(tokens, heads, width, device=device).to(sizes.dtype)
+        small = device == "cpu"
+        self.config = config = TINY if small else PUBLISHED
+        self.heads, self.kv_heads, self.width = (4, 2, 16) if small else (HEADS, KV_HEADS, HEAD_DIM)
+        self.tokens, self.length = tokens, depth + tokens
+        pages = self.length // PAGE + 2
+        shape = (pages, self.kv_heads, PAGE, self.width)
+        k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        self.pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(dtype))
+        self.where = (
+            torch.randperm(pages, device=device).int().view(1, -1),
+            torch.zeros(1, dtype=torch.int64).to(device),
+        )
+        self.positions = torch.arange(depth, self.length, device=device)
+        self.q = torch.randn(tokens, self.heads, self.width, device=device).to(dtype)
         index_q = torch.randn(tokens, config.num_heads, config.head_dim, device=device)
         if alike:
-            index_q = 0.3 * index_q + index_q[positions // 64 * 64 % tokens]
-        index_q = index_q.to(sizes.dtype)
-        plan = ops[0].plan((tokens,), (length,), 0, k, heads)
+            index_q = 0.3 * index_q + index_q[torch.arange(tokens, device=device) // 64 * 64]
+        self.index_q = index_q.to(dtype)
+        self.scale = self.width**-0.5
 
-        def call(
-            op: Qsa, inputs: Any = (q, index_q, pools, table, rows, positions, plan, width**-0.5)
-        ) -> Callable[[], Tensors]:
-            return lambda: (op.attend_pieces(*inputs),)
+    @property
+    def flops(self) -> float:
+        """Of scores with all whole blocks, and of products with the tokens that are seen."""
+        ends = range(self.length - self.tokens + 1, self.length + 1)
+        seen = sum(min(end, self.config.visible) for end in ends)
+        scored = sum(end // self.config.ratio for end in ends)
+        index = self.config.num_heads * self.config.head_dim
+        return 4.0 * seen * self.heads * self.width + 2.0 * scored * index
 
-        seen = sum(min(at + 1, config.visible) for at in range(depth, length))
-        scored = sum(at // config.ratio for at in range(depth + 1, length + 1))
-        flops = 4.0 * seen * heads * width + 2.0 * scored * config.num_heads * config.head_dim
-        moved = (length * 2 * kv_heads * width + length // config.ratio * config.head_dim) * q.element_size()
+    @property
+    def bytes(self) -> float:
+        """Queries and outputs, and each key and value of the text once."""
+        keys = self.length * 2 * self.kv_heads * self.width + self.length // self.config.ratio * self.config.head_dim
+        return float(self.q.element_size() * (2 * self.q.numel() + self.index_q.numel() + keys))
+
+
+def qsa_piece_cases(device: str, sizes: Sizes) -> list[Case]:
+    """A piece of a prompt at several depths. The roof counts products with selected tokens alone, and each key and value once."""
+    from freetoken.kernels.qsa import Qsa
+
+    tokens, depths = (9, (0, 31)) if device == "cpu" else (2048, (0, 6144, 14336))
+    cases = []
+    for depth, alike in (*((depth, 0) for depth in depths), (depths[-1], 1)):
+        piece = Piece(device, sizes.dtype, tokens, depth, bool(alike))
+        rotary = torch.empty(0, 2, device=device)
+        ops = [Qsa(Choice("qsa", "", impl, "benchmark"), rotary, piece.config) for impl in ("triton", "reference")]
+        plan = ops[0].plan((tokens,), (piece.length,), 0, piece.pools.k, piece.heads)
+
+        def call(op: Qsa, own: Piece = piece, plan: Any = plan) -> Callable[[], Tensors]:
+            text = (own.pools, *own.where, own.positions, plan, own.scale)
+            return lambda: (op.attend_pieces(own.q, own.index_q, *text),)
+
         shape = {"tokens": tokens, "depth": depth, "alike": alike}
-        case = Case(shape, call(ops[0]), call(ops[1]), float(moved + 2 * q.nbytes), flops, model=MODEL, calls=4)
-        cases.append(case)
+        cases.append(Case(shape, call(ops[0]), call(ops[1]), piece.bytes, piece.flops, model=MODEL, calls=4))
     return cases

@@ -5,8 +5,9 @@ All of it follows from lengths that the host knows; nothing here depends on an e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +58,23 @@ def piece_config(
         score_m=score[0],
         score_n=score[1],
     )
+
+
+def piece_candidates(
+    head_dim: int, group: int, index_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> list[PieceConfig]:
+    """Settings of attention worth timing on one GPU, that of :func:`piece_config` first; it may have no room for some."""
+    default = piece_config(head_dim, group, index_dim, dtype, capability)
+    found = [default]
+    for rows, tokens, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
+        # More outputs would not fit the registers of a program.
+        if rows < group or rows * max(16, next_power_of_two(head_dim)) > warps * 4096:
+            continue
+        queries = min(MOST_QUERIES, rows // group)
+        changed = {"block_m": rows, "block_n": tokens, "num_warps": warps, "num_stages": stages, "queries": queries}
+        if (one := replace(default, **changed)) != default:
+            found.append(one)
+    return found
 
 
 @dataclass(frozen=True)
