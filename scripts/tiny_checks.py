@@ -72,16 +72,15 @@ def _check_gguf(spec: TinyModel) -> None:
 def check_rows(spec: TinyModel, quant: str, block: int) -> None:
     """Raise :class:`TinyModelError` unless rows of all matrices are whole blocks of ``quant``, ``block`` elements each, and of the
     rotation."""
-    widths = {
-        "--hidden-size": spec.hidden_size,
-        "--num-heads times --head-dim": spec.num_heads * spec.head_dim,
-    }
+    mlp = (
+        ("--expert-size", spec.expert_size)
+        if spec.arch in MIXTURES
+        else ("--intermediate-size", spec.intermediate_size)
+    )
+    widths = dict([("--hidden-size", spec.hidden_size), mlp])
+    widths["--num-heads times --head-dim"] = spec.num_heads * spec.head_dim
     if spec.arch in HYBRIDS and "l" in (spec.layer_pattern or "l"):
         widths["--linear-value-heads times --linear-value-dim"] = spec.linear_value_heads * spec.linear_value_dim
-    if spec.arch in MIXTURES:
-        widths["--expert-size"] = spec.expert_size
-    else:
-        widths["--intermediate-size"] = spec.intermediate_size
     if spec.arch in SHARED:
         widths["--shared-size"] = spec.shared_size
     if spec.arch == "qwen4_exp":
