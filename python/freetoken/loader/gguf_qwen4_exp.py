@@ -81,8 +81,13 @@ def _ngram_config(keys: Keys, layer_types: list[str]) -> dict[str, Any]:
     if ngram_size < 2:
         keys.fail(f"metadata key '{keys.prefix}.ple.ngram_size' must be at least 2")
     constants = _stored_constants(keys)
-    if not constants.vocab_sizes or not constants.offsets:
-        keys.fail(f"metadata key '{keys.prefix}.ple.head_vocab_sizes' or '{keys.prefix}.ple.head_offsets' is empty")
+    # Before anything is derived from numbers that a damaged file may hold.
+    for part, key in _CONSTANTS.items():
+        count, asked = len(getattr(constants, part)), ngram_size if part == "multipliers" else (ngram_size - 1) * heads
+        if count != asked:
+            keys.fail(
+                f"metadata key '{keys.prefix}.{key}' has {count} entries, but ngram_size and heads ask for {asked}"
+            )
     return {
         "ple_layer_ids": [blocks[0] + 1],
         "ple_embed_dim": keys.positive("embedding_length_per_layer_input") * (ngram_size - 1) * heads,
@@ -106,7 +111,7 @@ def _boundary(keys: Keys) -> int:
 def _rows(keys: Keys, constants: HashConstants) -> int:
     """How many rows the table has: those that are looked up, and any number to fill it."""
     table = keys.file.tensors.get(GGUF_TABLE)
-    needed = constants.offsets[-1] + constants.vocab_sizes[-1]
+    needed = max(offset + size for offset, size in zip(constants.offsets, constants.vocab_sizes))
     if table is None:
         keys.fail(f"tensor {GGUF_TABLE!r} is missing, though '{keys.prefix}.ple.layers' says that there are n-grams")
     if table.shape[0] < needed:

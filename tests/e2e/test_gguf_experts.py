@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen4_exp f32": (QWEN4_EXP, "f32"),
     "qwen4_exp q8_0": ({**QWEN4_EXP, "table_quant": "iq4_nl", "fused_experts": True, "mtp": 1}, "q8_0"),
     "qwen4_exp without n-grams, tied": ({**QWEN4_EXP, "ple_layers": "", "tied": True, "stacked": True}, "bf16"),
-    "qwen35moe": ({"arch": "qwen3_5_moe", "layer_pattern": "lf", "num_layers": 2, "shared_size": 24}, "f32"),
+    "qwen35moe": ({"arch": "qwen3_5_moe", "num_layers": 4, "expert_size": 32, "shared_size": 64, "seed": 23}, "q8_0"),
     "qwen3moe": ({"arch": "qwen3_moe", "norm_topk": True, "expert_size": 32, "seed": 22}, "q8_0"),
 }
 
