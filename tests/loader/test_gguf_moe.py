@@ -161,6 +161,17 @@ def test_a_table_may_have_rows_that_nobody_looks_up(good: Path, tmp_path: Path) 
     assert checkpoint.model.ple is not None and checkpoint.model.ple.constants(0) == CONSTANTS
 
 
+def test_another_seed_is_named_by_an_override(good: Path, tmp_path: Path) -> None:
+    config = open_checkpoint(good).model.ple
+    assert config is not None
+    multipliers = numbers(dataclasses.replace(config, seed=7).constants(0).multipliers)
+    path = rewrite_metadata(good, tmp_path / "seed.gguf", {"qwen4exp.ple.layer_multipliers": multipliers})
+    with pytest.raises(StartupError, match=r"qwen4exp\.ple: stored multipliers\[0\] is"):
+        open_checkpoint(path)
+    found = open_checkpoint(path, overrides={"seed": 7}).model.ple
+    assert found is not None and found.seed == 7
+
+
 def test_dummy_weights_of_a_file(good: Path) -> None:
     checkpoint = open_checkpoint(good, "dummy")
     assert checkpoint.model == open_checkpoint(good).model
