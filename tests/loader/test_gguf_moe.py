@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ from transformers import AutoModelForCausalLM
 from freetoken.errors import StartupError
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.gguf import GGUFFile
+from freetoken.loader.gguf_names import gguf_tensors
 from freetoken.loader.names import MTP, is_zero_centred
 from freetoken.loader.stream import stream_tensors
+from freetoken.models.parse import parse_hf_config
 from freetoken.models.ple_config import PleConfig
 from gguf_oracle_moe import write_published
 from rewrite_gguf import rewrite_metadata
 
+REPOSITORY = Path(__file__).parents[2]
 ROWS_OF_32: dict[str, Any] = {
     "expert_size": 32,
     "shared_size": 64,
@@ -126,12 +131,33 @@ def same_geometry(ours: Checkpoint, theirs: Checkpoint) -> None:
         assert (ours.tables[0].rows, ours.tables[0].width) == (theirs.tables[0].rows, theirs.tables[0].width)
 
 
+def test_the_published_files_have_these_tensors() -> None:
+    """As many a block as the files of the full model: 25 with linear attention, 26 with full, and 6 more with n-grams."""
+    config = json.loads((REPOSITORY / "benchmarks/configs/qwen3.8-flash-next-fp8/config.json").read_text())
+    del config["quantization_config"]
+    found = gguf_tensors(parse_hf_config(config, None, "big"))
+    counts = Counter(int(name.split(".")[1]) for name in found if name.startswith("blk."))
+    assert counts == {layer: 31 if layer == 1 else 26 if layer % 4 == 3 else 25 for layer in range(48)}
+    rest = {name.removesuffix(".weight") for name in found if not name.startswith("blk.")}
+    assert rest == {"token_embd", "output", "output_hc_norm", "output_hc_down", "output_hc_up"}
+    assert found["blk.47.ffn_down_exps.weight"][1] == (512, 2560, 640)
+    assert found["blk.0.ssm_conv1d.weight"][1] == (10240, 4)
+
+
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny(tmp_path / "tiny.gguf", {"arch": "qwen4_exp", "fused_experts": True}))
     seen: list[tuple[int, int]] = []
     for _ in stream_tensors(checkpoint, torch.float32, lambda done, total: seen.append((done, total))):
         pass
     assert seen[-1] == (checkpoint.total_bytes, checkpoint.total_bytes)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_same(good: Path) -> None:
+    checkpoint = open_checkpoint(good)
+    there = dict(stream_tensors(checkpoint, torch.bfloat16, device="cuda"))
+    for name, value in stream_tensors(checkpoint, torch.bfloat16):
+        assert torch.equal(there[name].cpu(), value), name
 
 
 def test_a_gate_of_one_row_may_keep_its_axis(good: Path, tmp_path: Path) -> None:
