@@ -259,7 +259,7 @@ def _add_half(
             s0, s1 = _sums(x, ON_GPU)
         done = ()
         for tile in tl.static_range(TILES):
-            words, d0, d8, e0, e8 = asked[tile]
+            _codes, d0, d8, e0, e8 = asked[tile]
             w0, w8 = (e0, e8) if GROUP_W == 64 and part * 2 >= PARTS else (d0, d8)
             done += (
                 _scaled(mine[tile], rows[tile], x, s0, s1, w0.to(tl.float32), w8.to(tl.float32), even, odd, ON_GPU),
@@ -337,6 +337,16 @@ def _token_pointers(values_ptr, x_scales_ptr, sums_ptr, token, pair, lane, m, K:
     values = values_ptr + tl.minimum(token, m - 1) * (K // 4) + lane % 4 * 8
     even, odd = tl.minimum(pair, m - 1) * (K // GROUP_X), tl.minimum(pair + 1, m - 1) * (K // GROUP_X)
     return values, x_scales_ptr + even, x_scales_ptr + odd, sums_ptr + even, sums_ptr + odd
+
+
+@triton.jit
+def _moved_up(asked, new, AHEAD: tl.constexpr):
+    """``asked`` without its first, ``new`` at its end."""
+    following = ()
+    for i in tl.static_range(1, AHEAD):
+        following += (asked[i],)
+    following += (new,)
+    return following
 
 
 @triton.jit
@@ -420,13 +430,14 @@ def fragment_kernel(
             totals, asked[0], activation, tokens, step, part, lane,
             K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
         )  # fmt: skip
-        asked = asked[1:] + (_ask_tiles(rows, step + AHEAD, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
+        new = _ask_tiles(rows, step + AHEAD, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU)
+        asked = _moved_up(asked, new, AHEAD)
     for step in tl.range(STEPS - AHEAD, STEPS):
         totals, tokens = _add_block(
             totals, asked[0], activation, tokens, step, part, lane,
             K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
         )  # fmt: skip
-        asked = asked[1:] + (asked[0],)
+        asked = _moved_up(asked, asked[0], AHEAD)
     for half in tl.static_range(HALVES):
         for tile in tl.static_range(TILES):
             _store(totals[half][tile], out_ptr, first_row + tile * 16, half * 8, m, n, TILES, ROW_WARPS)
