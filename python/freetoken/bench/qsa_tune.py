@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     f"{'default' if row['default'] else '':<7} {setting}",
                     flush=True,
                 )
-            found += rows
+            found.extend(rows)
     return found
 
 
