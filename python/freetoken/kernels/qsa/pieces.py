@@ -183,18 +183,16 @@ def piece_attend_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # Read one step ahead: addresses of K and V never wait for them.
     slots = tl.load(slots_ptr + offs_n, mask=offs_n < total, other=-1)
-    bits = tl.load(bits_ptr + offs_n, mask=offs_n < total, other=0)
     for n in range(0, total, BLOCK_N):
         offsets = tile_offsets(slots // PAGE, slots, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
         mask = (slots >= 0)[:, None] & (offs_d < D)[None, :]
-        sees = (own[:, None] & bits[None, :]) != 0
+        bits = tl.load(bits_ptr + n + offs_n, mask=n + offs_n < total, other=0)
         following = n + BLOCK_N + offs_n
         slots = tl.load(slots_ptr + following, mask=following < total, other=-1)
-        bits = tl.load(bits_ptr + following, mask=following < total, other=0)
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        s = tl.where(sees, s, float("-inf"))
+        s = tl.where((own[:, None] & bits[None, :]) != 0, s, float("-inf"))
         acc, row_max, row_sum = softmax_step(s, v, acc, row_max, row_sum)
     # Rows beyond the last query saw nothing.
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
