@@ -522,6 +522,12 @@ def qsa(device: str, sizes: Sizes) -> list[Case]:
     return qsa_cases(device, sizes)
 
 
+def qsa_pieces(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import qsa_piece_cases
+
+    return qsa_piece_cases(device, sizes)
+
+
 def pq2_gemv(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.bench.pq2_rows import product_cases
 
@@ -555,6 +561,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "ple_mix": ple_mix,
     "hyper_mix": hyper_mix,
     "qsa": qsa,
+    "qsa_pieces": qsa_pieces,
     "pq2_gemv": pq2_gemv,
     "pq2_quantise": pq2_quantise,
     **op_rows_packed.OPS,

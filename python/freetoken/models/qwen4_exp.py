@@ -84,14 +84,14 @@ class Qwen4ExpModel(Qwen35Model):
         self, fb: ForwardBatch, kv: KVPool, backend: AttentionBackend, states: StatePool | None = None
     ) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` as the head takes them; K, V, index keys and states of all T tokens are stored afterwards."""
-        hyper, indexer = self.config.hyper, self.config.indexer
-        assert hyper is not None and indexer is not None
+        hyper = self.config.hyper
+        assert hyper is not None
         embedded = None
         if self.ple is not None:
             assert states is not None
             embedded = self.ple.begin(fb, states)
         rope = self.ops.rope.prepare(fb.positions, fb.out_slots, kv.page_size)
-        index = make_index_pass(self.ops.qsa, fb, kv.page_size, indexer.visible)
+        index = make_index_pass(self.ops.qsa, fb, kv, self.config)
         step = Pass(fb, kv, rope, backend, states, self.prepare(fb), index)
         streams, pending = self.embedding(fb.input_ids).repeat(1, hyper.streams), None
         for layer in self.layers:
