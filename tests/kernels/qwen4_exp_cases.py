@@ -8,6 +8,8 @@ from compile_tool import KernelCase
 from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
+from freetoken.kernels.attn_decode.config import join_step
+
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 
@@ -62,9 +64,10 @@ def _select(chunk: int, warps: int) -> KernelCase:
 def _attend(element: str, warps: int) -> KernelCase:
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
     tables = {"table_ptr": "*i32", "rows_ptr": "*i64", "seq_lens_ptr": "*i32"}
-    floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
-    numbers = dict.fromkeys(("table_stride", "q_stride", "min_share", "splits"), "i32")
-    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
+    floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "arrivals_ptr": "*i32", "scale": "fp32"}
+    numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
+    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_H": 16, "BLOCK_D": 256}
+    values |= {"SHARE_STEP": 16, "JOIN_STEP": join_step(256, 12, warps, 21)}
     values |= {"BLOCK_N": 16384 // (256 * (4 if element == "fp32" else 2)), "EARLY": False, "SLOTS": True}
     return KernelCase(
         f"qsa attend {element}",

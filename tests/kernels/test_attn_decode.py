@@ -38,7 +38,9 @@ def launch(
     if workspace is None:
         workspace = torch.full((workspace_size(*q.shape, config.splits),), float("nan"), device=q.device)
     k, v = case.kv.k(0), case.kv.v(0)
-    attn_decode_triton(q, k, v, fb.page_table, fb.rows, fb.seq_lens, out, case.scale, config, workspace)
+    arrivals = torch.zeros(q.shape[0] * k.shape[1], dtype=torch.int32, device=q.device)
+    attn_decode_triton(q, k, v, fb.page_table, fb.rows, fb.seq_lens, out, case.scale, config, workspace, arrivals)
+    assert not arrivals.any(), "the next launch counts from zero"
     return out.flatten(1)
 
 
@@ -50,12 +52,13 @@ def test_reference_against_scalar_python() -> None:
             assert got[i, head].tolist() == pytest.approx(scalar_decode(case, i, head), rel=1e-4, abs=1e-6)
 
 
-ONE = DecodeConfig(block_n=32, min_share=32, splits=1, num_warps=4, num_stages=2)
+ONE = DecodeConfig(block_n=32, whole=32, min_share=32, splits=1, num_warps=4, num_stages=2)
 MANY = dataclasses.replace(ONE, splits=5)
-COARSE = dataclasses.replace(ONE, block_n=16, min_share=64, splits=3)
+COARSE = dataclasses.replace(ONE, block_n=16, whole=64, min_share=48, splits=3)
+FINE = dataclasses.replace(ONE, whole=0, min_share=16, splits=40)
 
 
-@pytest.mark.parametrize("config", [ONE, MANY, COARSE], ids=["one", "many", "coarse"])
+@pytest.mark.parametrize("config", [ONE, MANY, COARSE, FINE], ids=["one", "many", "coarse", "fine"])
 @pytest.mark.parametrize("lens", [(1,), (15, 16, 17), (200, 1, 33, 64), (31, 32, 33, 159, 160, 161)])
 def test_splits(config: DecodeConfig, lens: tuple[int, ...]) -> None:
     case = make_case(lens, heads=6, kv_heads=2, seed=len(lens), device=DEVICE)
@@ -79,13 +82,14 @@ def test_shapes(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, pa
         seed=head_dim,
     )
     size = case.q.element_size()
-    config = decode_config(head_dim, heads // kv_heads, 3, 256, 16, num_kv_heads=kv_heads, element_size=size)
-    assert config.splits > 1
+    config = decode_config(head_dim, heads // kv_heads, 3, 4096, 132, num_kv_heads=kv_heads, element_size=size)
+    config = dataclasses.replace(config, whole=16, min_share=48)
+    assert config.splits > 2
     assert relative_rms(launch(case, config), case.expected()) < BOUND[dtype]
 
 
 def test_short_sequences_leave_no_partial_results() -> None:
-    """Up to ``min_share`` tokens one part writes the output itself."""
+    """Up to ``whole`` tokens one part writes the output itself."""
     case = make_case((64, 1, 63), heads=6, kv_heads=2, device=DEVICE)
     workspace = torch.full((workspace_size(3, 6, 16, COARSE.splits),), float("nan"), device=DEVICE)
     assert relative_rms(launch(case, COARSE, workspace=workspace), case.expected()) < BOUND[torch.float32]
@@ -133,7 +137,7 @@ def test_large_page_numbers() -> None:
     rows, lens = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([50], dtype=torch.int32, device=DEVICE)
     want = attn_decode_reference(q, pool, pool, table, rows, lens, 0.1)
     out = torch.full_like(q, float("nan"))
-    attn_decode_triton(q, pool, pool, table, rows, lens, out, 0.1, ONE, torch.empty(0, device=DEVICE))
+    attn_decode_triton(q, pool, pool, table, rows, lens, out, 0.1, ONE, torch.empty(0, device=DEVICE), lens)
     assert relative_rms(out, want) < BOUND[torch.float16]
 
 
