@@ -6,6 +6,7 @@ import torch
 from compile_tool import ARCHITECTURES, KernelCase
 
 from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_step, next_power_of_two
+from freetoken.kernels.attn_decode.triton import PREFETCHED
 from freetoken.kernels.attn_prefill.config import prefill_config
 
 DECODE, PREFILL = "freetoken.kernels.attn_decode.triton", "freetoken.kernels.attn_prefill.triton"
@@ -50,7 +51,7 @@ def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool,
         f"attn split {heads}/{kv_heads} x {head_dim} {element}{' large' if large else ''}{' early' if early else ''}",
         f"{DECODE}:_split_kernel",
         _types(element),
-        {**shape, **steps, "BLOCK_D": block_d, "BLOCK_N": config.block_n, "EARLY": early, "SLOTS": False},
+        {**shape, **steps, "BLOCK_D": block_d, "BLOCK_N": config.block_n, "EARLY": early, "PREFETCH": early and head_dim * size in PREFETCHED, "SLOTS": False},
         {**pdl, "num_warps": config.num_warps, "num_stages": config.num_stages},
         **limits,
     )
@@ -71,6 +72,7 @@ def _prefill(head_dim: int, heads: int, kv_heads: int, element: str, arch: int) 
 
 
 CASES = [
-    *(_decode(*shape, early, large) for shape in SHAPES for early in (False, True) for large in (False, True)),
+    *(_decode(*shape, early, False) for shape in SHAPES for early in (False, True)),
+    *(_decode(*shape, early, True) for shape in SHAPES if shape[3] == "bf16" for early in (False, True)),
     *(_prefill(*shape, arch) for shape in SHAPES for arch in ARCHITECTURES),
 ]

@@ -68,7 +68,7 @@ def _attend(element: str, warps: int) -> KernelCase:
     numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
     values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_H": 16, "BLOCK_D": 256}
     values |= {"SHARE_STEP": 16, "JOIN_STEP": join_step(256, 12, warps, 21)}
-    values |= {"BLOCK_N": 16384 // (256 * (4 if element == "fp32" else 2)), "EARLY": False, "SLOTS": True}
+    values |= {"BLOCK_N": 16384 // (256 * (4 if element == "fp32" else 2)), "EARLY": False, "PREFETCH": False, "SLOTS": True}
     return KernelCase(
         f"qsa attend {element}",
         "freetoken.kernels.attn_decode.triton:_split_kernel",

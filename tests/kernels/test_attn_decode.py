@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, next_power_of_two
 from freetoken.kernels.attn_decode.reference import attn_decode_reference
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from runner.attention_batches import BOUND, DEVICE, Case, make_case, relative_rms
@@ -144,13 +144,18 @@ def test_large_page_numbers() -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 64, 100, 256])
 @pytest.mark.parametrize("max_seq_len", [16, 2048, 131072])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_config(batch: int, max_seq_len: int, head_dim: int) -> None:
-    config = decode_config(head_dim, 4, batch, max_seq_len, 132, num_kv_heads=8)
-    assert config.min_share % config.block_n == 0
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (4, 6), (1, 32)])
+@pytest.mark.parametrize("large", [False, True])
+def test_config(batch: int, max_seq_len: int, head_dim: int, kv_heads: int, group: int, large: bool) -> None:
+    config = decode_config(head_dim, group, batch, max_seq_len, 132, num_kv_heads=kv_heads, large_tiles=large)
     assert 1 <= config.splits <= max(1, -(-max_seq_len // config.min_share))
-    assert batch * 8 * config.splits <= 16 * 264 * max(1, batch // 64)
-    shared_memory = 2 * 2 * config.block_n * head_dim * 2
-    assert shared_memory <= 99 * 1024
+    assert config.splits == 1 or max_seq_len > config.whole >= config.min_share
+    programs = batch * kv_heads * config.splits
+    assert programs <= max(132, 4 * kv_heads * next_power_of_two(batch))
+    # One program reads all parts of a KV head when it joins them.
+    assert config.splits <= 4 or config.splits * group * head_dim * 4 <= 256 << 10
+    tiles = (config.num_stages - 1) * (2 * config.block_n + max(16, next_power_of_two(group))) * head_dim * 2
+    assert tiles <= (144 if large and programs <= 132 else 88) << 10
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class Case:
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
-    ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
+    ``prompt`` the length of a prefill; ``gated_*`` query heads, KV heads and width of attention between layers of linear attention, and
+    depths and batches of its decode, whose layers hold ``uncached_bytes`` where 16 can; ``linear_*`` the heads of linear attention, the tokens of its prefill
     and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
     n-grams are hashed; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
     rotation block and ``rotated_head`` the head width of the gated norm before it."""
@@ -60,6 +61,10 @@ class Sizes:
     tokens: tuple[int, ...] = (1, 16, 64, 2048)
     depth: int = 1024
     prompt: int = 2048
+    gated_attention: tuple[int, int, int] = (24, 4, 256)
+    gated_depths: tuple[int, ...] = (128, 8192)
+    gated_batches: tuple[int, ...] = (1, 8, 32)
+    uncached_bytes: int = 200 * 10**6
     linear_key_heads: int = 16
     linear_heads: int = 48
     linear_width: int = 128
@@ -101,6 +106,10 @@ SMALL = Sizes(
     tokens=(1, 3),
     depth=37,
     prompt=19,
+    gated_attention=(6, 2, 16),
+    gated_depths=(9, 1600),
+    gated_batches=(1, 3),
+    uncached_bytes=10**6,
     linear_key_heads=1,
     linear_heads=2,
     linear_width=16,
@@ -225,7 +234,8 @@ def small_gemm(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
-def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int]) -> Case:
+def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int], layers: int = 1) -> Case:
+    """One batch; with ``layers`` calls take the layers of the pool in turn, so that K and V may be none that the cache still has."""
     from freetoken.runner.attention import build_attention
     from freetoken.runner.forward_batch import ForwardBatch
     from freetoken.runner.kv_pool import KVPool
@@ -234,7 +244,7 @@ def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int
     q_lens = [1] * len(decodes) + prefills
     need = [-(-length // sizes.page) for length in lengths]
     kv = KVPool(
-        num_layers=1,
+        num_layers=layers,
         num_pages=sum(need) + 1,
         page_size=sizes.page,
         num_kv_heads=sizes.kv_heads,
@@ -280,7 +290,8 @@ def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int
             dtype=sizes.dtype,
         )
         backend.plan(fb)
-        return lambda: (backend.forward(0, q, fb),)
+        turn = itertools.cycle(range(layers))
+        return lambda: (backend.forward(next(turn), q, fb),)
 
     element = kv.storage.element_size()
     moved = 2.0 * sum(lengths) * sizes.kv_heads * sizes.head_dim * element + 2 * q.numel() * element
@@ -291,7 +302,13 @@ def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int
 
 def attn_decode(device: str, sizes: Sizes) -> list[Case]:
     counts = [count for count in sizes.tokens if count <= 64]
-    return [_attention(device, sizes, [sizes.depth] * count, []) for count in counts]
+    cases = [_attention(device, sizes, [sizes.depth] * count, []) for count in counts]
+    heads, kv_heads, head_dim = sizes.gated_attention
+    gated = replace(sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    for depth, count in itertools.product(sizes.gated_depths, sizes.gated_batches):
+        layers = min(16, -(-sizes.uncached_bytes // (4 * count * depth * kv_heads * head_dim)))
+        cases.append(replace(_attention(device, gated, [depth] * count, [], layers), model="Qwen3.5-27B"))
+    return cases
 
 
 def attn_prefill(device: str, sizes: Sizes) -> list[Case]:

@@ -15,7 +15,7 @@ from freetoken.runner.attention import AttentionBackend
 from freetoken.runner.forward_batch import ForwardBatch
 
 LARGE_TILES = ((8, 0), (9, 0), (10, 0))
-"""Compute capabilities whose programs may have more than 140 KiB of shared memory."""
+"""Compute capabilities whose programs may have 150 KiB of shared memory."""
 
 
 class TritonAttention(AttentionBackend):

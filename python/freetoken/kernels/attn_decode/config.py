@@ -13,6 +13,8 @@ PART_BYTES = 64 << 10
 """K and V of one head that are a part's least."""
 JOINED_BYTES = 256 << 10
 """Partial results of one KV head: the program that comes last reads them all by itself."""
+SMALL_TILES = 88 << 10
+"""Bytes of tiles that fit any GPU beside what else a program keeps in shared memory."""
 JOIN_REGISTERS = 128
 """Registers a thread for the partial results that are read at a time."""
 
@@ -51,8 +53,8 @@ def decode_config(
     """Choose block, warps and splits for ``batch`` sequences of at most ``max_seq_len`` tokens.
 
     The batch counts as the next power of two, so that a batch padded to a graph's bucket is cut like the same batch
-    without padding. Few sequences are cut until every multiprocessor has one program, which with ``large_tiles`` (more than 140 KiB of
-    shared memory) holds twice the tokens. Many are left whole up to 1,024 tokens; beyond that a few parts keep one long
+    without padding. Few sequences are cut until every multiprocessor has one program, which with ``large_tiles`` (150 KiB of shared
+    memory or more) holds twice the tokens. Many are left whole up to 1,024 tokens; beyond that a few parts keep one long
     sequence from holding the step up.
     """
     row_bytes = next_power_of_two(head_dim) * element_size
@@ -64,11 +66,17 @@ def decode_config(
         whole, min_share = 1024, 512
     else:
         whole, min_share = (max(SHARE_STEP, size // (2 * row_bytes)) for size in (WHOLE_BYTES, PART_BYTES))
-    large = alone and large_tiles
+    large = alone and large_tiles and group <= 16 and element_size <= 2
     block_n = max(16, min(64, 16384 // row_bytes)) * (2 if large else 1)
     num_warps = 8 if large or group > 16 or element_size > 2 else 4
     splits = 1 if max_seq_len <= whole else min(splits, -(-max_seq_len // min_share))
-    return DecodeConfig(block_n, whole, min_share, splits, num_warps, num_stages=3)
+    fits = large or tile_bytes(block_n, group, row_bytes) <= SMALL_TILES
+    return DecodeConfig(block_n, whole, min_share, splits, num_warps, num_stages=3 if fits else 2)
+
+
+def tile_bytes(block_n: int, group: int, row_bytes: int) -> int:
+    """Shared memory for two steps' K, V and queries, with ``num_stages`` 3."""
+    return 2 * (2 * block_n + max(16, next_power_of_two(group))) * row_bytes
 
 
 def join_step(head_dim: int, group: int, num_warps: int, splits: int) -> int:

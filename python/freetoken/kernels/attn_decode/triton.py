@@ -12,6 +12,8 @@ from freetoken.kernels import launch
 from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_step, next_power_of_two
 
 LOG2_E = math.log2(math.e)
+PREFETCHED = (128, 256, 512)
+"""Bytes of a row of K or V that is brought into the L2 cache ahead of the kernel before."""
 
 
 @triton.jit
@@ -35,6 +37,38 @@ def _share_of(seq_len, whole, min_share, splits, STEP: tl.constexpr):
     """Tokens in each part of a sequence; the number of parts in use is ``cdiv(seq_len, share)``."""
     parts = tl.where(seq_len <= whole, 1, tl.minimum(splits, tl.cdiv(seq_len, min_share)))
     return tl.cdiv(tl.cdiv(seq_len, parts), STEP) * STEP
+
+
+@triton.jit
+def _ask_ahead(
+    k_ptr,
+    v_ptr,
+    table,
+    start,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Bring K and V of the first ``TOKENS`` tokens from ``start`` on into the L2 cache, a row of ``D`` elements a thread.
+
+    It may be early: the cache is the same memory to whoever still writes the newest token. Past ``end`` the last row is asked for again.
+    """
+    lane = tl.arange(0, 2 * TOKENS)
+    pos = tl.minimum(start + lane % TOKENS, end - 1)
+    offsets = tile_offsets(tl.load(table + pos // PAGE), pos, kv_head, KV_HEADS, PAGE, D)
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    row = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
+    if D * size == 512:
+        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 512; mov.b32 $0, 0;"
+    elif D * size == 256:
+        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;"
+    else:
+        tl.static_assert(D * size == 128)
+        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [row], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -104,6 +138,7 @@ def _split_kernel(
     SHARE_STEP: tl.constexpr,
     JOIN_STEP: tl.constexpr,
     EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Grid ``(KV_HEADS, B, splits)``: parts that a sequence does not have come after those in use."""
@@ -131,10 +166,12 @@ def _split_kernel(
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
     page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
+    if PREFETCH:
+        _ask_ahead(k_ptr, v_ptr, table, start, end, kv_head, KV_HEADS, PAGE, D, 2 * BLOCK_N)
     if EARLY:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
-    q = tl.load(q_ptr + q_rows + heads[:, None] * D + offs_d[None, :], mask=head_mask, other=0.0)
+    q_tile = q_ptr + q_rows + heads[:, None] * D + offs_d[None, :]
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
         if SLOTS:
@@ -143,6 +180,8 @@ def _split_kernel(
             offsets = tile_offsets(page_ids, pos, kv_head, KV_HEADS, PAGE, D)[:, None] + offs_d[None, :]
         page_ids = tl.load(table + (pos + BLOCK_N) // STEP, mask=pos + BLOCK_N < end, other=0)
         mask = (pos < end)[:, None] & (offs_d < D)[None, :]
+        # Read again for every block, as K and V are: a read of its own would end before the first of theirs begins.
+        q = tl.load(q_tile, mask=head_mask & (n + 0 * offs_g < end)[:, None], other=0.0)
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -233,6 +272,7 @@ def attn_decode_triton(
         SHARE_STEP=SHARE_STEP,
         JOIN_STEP=join_step(head_dim, group, config.num_warps, config.splits),
         EARLY=early,
+        PREFETCH=early and head_dim * k_cache.element_size() in PREFETCHED,
         SLOTS=slots,
         launch_pdl=early,
         num_warps=config.num_warps,
