@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import LARGE_TILES, DecodeConfig, decode_config, join_step, next_power_of_two
 from freetoken.kernels.attn_decode.reference import attn_decode_reference
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from runner.attention_batches import BOUND, DEVICE, Case, make_case, relative_rms
@@ -86,6 +86,32 @@ def test_shapes(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, pa
     config = dataclasses.replace(config, whole=16, min_share=48)
     assert config.splits > 2
     assert relative_rms(launch(case, config), case.expected()) < BOUND[dtype]
+
+
+def test_many_parts_of_large_tiles() -> None:
+    """More parts than are joined at a time, in a group that is no power of two; the scratch of one launch serves the next."""
+    config = decode_config(256, 6, 1, 8192, 132, num_kv_heads=4, element_size=2, large_tiles=True)
+    config = dataclasses.replace(config, whole=16, min_share=16)
+    assert config.block_n == 64 and config.splits == 33 > join_step(256, 6, config.num_warps, config.splits)
+    case = make_case((528, 100, 16), heads=6, kv_heads=1, head_dim=256, dtype=torch.float16, device=DEVICE)
+    fb, kv = case.fb, case.kv
+    workspace = torch.full((workspace_size(*case.q.shape, config.splits),), float("nan"), device=DEVICE)
+    arrivals = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    outs = [torch.full_like(case.q, float("nan")) for _ in range(2)]
+    for out in outs:
+        tables = (fb.page_table, fb.rows, fb.seq_lens)
+        attn_decode_triton(case.q, kv.k(0), kv.v(0), *tables, out, case.scale, config, workspace, arrivals)
+    assert relative_rms(outs[0].flatten(1), case.expected()) < BOUND[torch.float16]
+    assert torch.equal(*outs) and not arrivals.any()
+
+
+def test_the_sequence_alone_decides_how_it_is_cut() -> None:
+    """Same bits at another place of the batch, beside others."""
+    case = make_case((70, 33, 129, 200), heads=4, kv_heads=2, device=DEVICE)
+    order = torch.tensor([2, 0, 3, 1], device=DEVICE)
+    fb = dataclasses.replace(case.fb, rows=case.fb.rows[order], seq_lens=case.fb.seq_lens[order])
+    moved = dataclasses.replace(case, fb=fb, q=case.q[order])
+    assert torch.equal(launch(case, FINE)[order], launch(moved, FINE))
 
 
 def test_short_sequences_leave_no_partial_results() -> None:
@@ -167,10 +193,17 @@ def test_config(batch: int, max_seq_len: int, head_dim: int, kv_heads: int, grou
         (32, 8, 128, [30000]),
         (9, 3, 64, [1, 700, 15, 4096]),
         (16, 2, 256, [513, 2048, 1]),
+        (24, 4, 256, [136]),
+        (24, 4, 256, [8200]),
+        (24, 4, 256, [136, 8200, 193, 1, 3000] * 6),
     ],
 )
 def test_bf16_at_size(heads: int, kv_heads: int, head_dim: int, lens: list[int]) -> None:
     case = make_case(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
-    limit = case.max_pages * 16
-    config = decode_config(head_dim, heads // kv_heads, len(lens), limit, 132, num_kv_heads=kv_heads)
-    assert relative_rms(launch(case, config), case.expected()) < BOUND[torch.bfloat16]
+    limit, large = case.max_pages * 16, torch.cuda.get_device_capability() in LARGE_TILES
+    config = decode_config(head_dim, heads // kv_heads, len(lens), limit, 132, num_kv_heads=kv_heads, large_tiles=large)
+    out = launch(case, config)
+    assert relative_rms(out, case.expected()) < BOUND[torch.bfloat16]
+    assert all(torch.equal(launch(case, config), out) for _ in range(20)), (
+        "whoever joins, the order is that of the text"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 SHARE_STEP = 16
 """Parts of a sequence are whole multiples of this many tokens, but for the last one."""
 WHOLE_BYTES = 192 << 10
@@ -15,7 +14,9 @@ JOINED_BYTES = 256 << 10
 """Partial results of one KV head: the program that comes last reads them all by itself."""
 SMALL_TILES = 88 << 10
 """Bytes of tiles that fit any GPU beside what else a program keeps in shared memory."""
-JOIN_REGISTERS = 128
+LARGE_TILES = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities whose programs may have 150 KiB of shared memory."""
+JOIN_REGISTERS = 64
 """Registers a thread for the partial results that are read at a time."""
 
 
