@@ -85,7 +85,7 @@ class Sizes:
         (5120, 6144),
         (248320, 5120),
     )
-    packed_tokens: tuple[int, ...] = tuple(range(1, 17))
+    packed_tokens: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     packed_bytes: int = 450 * 10**6
     packed_hidden: int = 5120
     packed_ffn: int = 17408

@@ -15,7 +15,7 @@ from freetoken.kernels.rope_kv import reference as rope
 from freetoken.models.config import ModelConfig
 from freetoken.models.decoder import Ops, Pass
 from freetoken.models.gdn import GatedAttention
-from freetoken.models.layers import ColumnLinear, Norm, Placement, Weighted
+from freetoken.models.layers import ColumnLinear, Norm, Placement, Slot, Weighted
 
 if TYPE_CHECKING:
     from freetoken.runner.forward_batch import ForwardBatch
@@ -77,14 +77,23 @@ class Indexer:
         self._kv_layer = kv_layer
         self._eps = config.rms_norm_eps
         size = indexer.head_dim
-        width = (indexer.num_heads + 1) * size
+        self._name, self._query_size = name, indexer.num_heads * size
+        width = self._query_size + size
         self.projection = ColumnLinear(ops.gemm, place, {f"{name}.index_qk_proj": width}, config.hidden_size)
         self.q_norm, self.k_norm = (
-            Norm(ops.norm, place, f"{name}.{part}_layernorm", size, self._eps, zero_centred=True) for part in "qk"
+            Norm(ops.norm, place, f"{name}.{part}_layernorm", size, self._eps, zero_centred=config.zero_centred_norm)
+            for part in "qk"
         )
 
     def modules(self) -> Iterator[Weighted]:
         yield from (self.projection, self.q_norm, self.k_norm)
+
+    def pieces(self) -> dict[str, dict[str, Slot]]:
+        """Of the projection, the places of queries and keys in a checkpoint that holds them apart: ``index_q_proj``, ``index_k_proj``."""
+        weight: torch.Tensor = self.projection.weight
+        parts = {"q": weight[: self._query_size], "k": weight[self._query_size :]}
+        slots = {f"{self._name}.index_{key}_proj.weight": Slot(rows, tuple(rows.shape)) for key, rows in parts.items()}
+        return {f"{self._name}.index_qk_proj.weight": slots}
 
     def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
         """Store the index keys of ``x [T, hidden]``; index queries ``[T, Hi, Di]``."""

@@ -14,7 +14,7 @@ from freetoken.models.config import LINEAR_ATTENTION, ModelConfig
 from freetoken.models.decoder import AttentionBackend, Layer, Mixer, Pass
 from freetoken.models.gdn import GatedDeltaNet, HybridOps
 from freetoken.models.hyper import HyperConnection, HyperLayer
-from freetoken.models.layers import Placement, Weighted
+from freetoken.models.layers import Placement, Slot, Weighted
 from freetoken.models.ple import PerLayerEmbeddings
 from freetoken.models.qsa import IndexedAttention, make_index_pass, make_qsa
 from freetoken.models.qwen3_5 import Qwen35Model
@@ -58,7 +58,8 @@ class Qwen4ExpModel(Qwen35Model):
         """The last read of the streams, which has a norm of its own; n-gram embeddings are made here, too."""
         c = self.config
         if c.ple is not None:
-            self.ple = PerLayerEmbeddings(c.ple, self.ops.gemm, place, eps=c.rms_norm_eps)
+            centred = c.zero_centred_norm
+            self.ple = PerLayerEmbeddings(c.ple, self.ops.gemm, place, eps=c.rms_norm_eps, zero_centred=centred)
         name = "model.hyper_connection_mixer"
         return HyperConnection(c, self.ops.hyper, self.ops.gemm, place, name, injects=False)
 
@@ -70,6 +71,13 @@ class Qwen4ExpModel(Qwen35Model):
             yield from self.ple.modules()
         yield from self.norm.modules()
         yield self.head
+
+    def pieces(self) -> dict[str, dict[str, Slot]]:
+        found = super().pieces()
+        for layer in self.layers:
+            if isinstance(layer, HyperLayer) and isinstance(layer.mixer, IndexedAttention):
+                found |= layer.mixer.indexer.pieces()
+        return found
 
     @torch.inference_mode()
     def forward(
