@@ -23,16 +23,6 @@ def tile_offsets(page_ids, pos, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.conste
 
 
 @triton.jit
-def softmax_step(s, v, acc, row_max, row_sum):
-    """Fold base-2 scores ``s [M, N]`` and values ``v [N, D]`` into the running softmax."""
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    rescale = tl.exp2(row_max - new_max)
-    p = tl.exp2(s - new_max[:, None])
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, new_max, row_sum * rescale + tl.sum(p, 1)
-
-
-@triton.jit
 def _share_of(seq_len, whole, min_share, splits, STEP: tl.constexpr):
     """Tokens in each part of a sequence; the number of parts in use is ``cdiv(seq_len, share)``."""
     parts = tl.where(seq_len <= whole, 1, tl.minimum(splits, tl.cdiv(seq_len, min_share)))
@@ -163,7 +153,8 @@ def _split_kernel(
 
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    # Summed over its row once, at the end: a sum in every step would have all warps wait for each other again.
+    weights = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
     page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
     if PREFETCH:
@@ -186,8 +177,14 @@ def _split_kernel(
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         s = tl.where((pos < end)[None, :], s, float("-inf"))
-        acc, row_max, row_sum = softmax_step(s, v, acc, row_max, row_sum)
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        rescale = tl.exp2(row_max - new_max)
+        p = tl.exp2(s - new_max[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        weights = weights * rescale[:, None] + p
+        row_max = new_max
 
+    row_sum = tl.sum(weights, 1)
     acc = acc / row_sum[:, None]
     first_head = b.to(tl.int64) * HEADS + kv_head * GROUP
     if share >= seq_len:
