@@ -189,17 +189,19 @@ def _join_kernel(
     share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
     row = b.to(tl.int64) * HEADS + head
     offs_s, offs_d = tl.arange(0, PARTS), column + tl.arange(0, WIDTH)
-    known = offs_s < tl.cdiv(seq_len, share)
-    slots = row * splits + offs_s
-    if EARLY:
-        # Also with nothing to join: the kernel after this one takes our end for the end of the parts.
-        tl.extra.cuda.gdc_wait()
+    used = tl.cdiv(seq_len, share)
+    # Past the last part it is read again, for a weight of 0: reads without a condition of their own leave all at once.
+    part = tl.minimum(offs_s, used - 1)
     if share >= seq_len:
+        if EARLY:
+            # Also with nothing to join: the kernel after this one takes our end for the end of the parts.
+            tl.extra.cuda.gdc_wait()
         return
-    # Neither read waits for the other.
-    mask = known[:, None] & (offs_d < D)[None, :]
-    values = tl.load(partial_ptr + slots[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + slots, mask=known, other=float("-inf"))
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slots = row * splits + part
+    values = tl.load(partial_ptr + slots[:, None] * D + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
+    lse = tl.where(offs_s < used, tl.load(lse_ptr + slots), float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))
     joined = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(out_ptr + row * D + offs_d, joined.to(out_ptr.dtype.element_ty), mask=offs_d < D)
