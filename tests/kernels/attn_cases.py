@@ -6,7 +6,6 @@ import torch
 from compile_tool import ARCHITECTURES, KernelCase
 
 from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_config, next_power_of_two
-from freetoken.kernels.attn_decode.triton import AHEAD, PREFETCHED
 from freetoken.kernels.attn_prefill.config import prefill_config
 
 DECODE, PREFILL = "freetoken.kernels.attn_decode.triton", "freetoken.kernels.attn_prefill.triton"
@@ -56,8 +55,7 @@ def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool)
             "BLOCK_N": config.block_n,
             "SHARE_STEP": SHARE_STEP,
             "EARLY": early,
-            "AHEAD": AHEAD,
-            "PREFETCH": early and head_dim * size in PREFETCHED,
+            "PREFETCH": early,
             "SLOTS": False,
         },
         {**_options(early), "num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -10,7 +10,6 @@ from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
 from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, next_power_of_two
-from freetoken.kernels.attn_decode.triton import AHEAD
 from freetoken.kernels.qsa.plan import piece_config
 
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
@@ -86,7 +85,7 @@ def _attend(element: str, early: bool = False) -> KernelCase:
     numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
     values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
     values |= {"SHARE_STEP": SHARE_STEP, "BLOCK_N": config.block_n}
-    values |= {"EARLY": early, "AHEAD": AHEAD, "PREFETCH": False, "SLOTS": True}
+    values |= {"EARLY": early, "PREFETCH": False, "SLOTS": True}
     return KernelCase(
         f"qsa attend {element}{' early' if early else ''}",
         "freetoken.kernels.attn_decode.triton:_split_kernel",

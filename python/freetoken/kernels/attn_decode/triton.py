@@ -12,10 +12,6 @@ from freetoken.kernels import launch
 from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_config, next_power_of_two
 
 LOG2_E = math.log2(math.e)
-PREFETCHED = (128, 256, 512)
-"""Bytes of a row of K or V that is brought into the L2 cache while the kernel before still runs."""
-AHEAD = 128
-"""Tokens of a sequence that is brought there in full."""
 
 
 @triton.jit
@@ -43,28 +39,22 @@ def _ask_ahead(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Bring K and V of the tokens from ``start`` to ``end``, of at most ``TOKENS``, into the L2 cache: a row of ``D`` elements a thread.
+    """Bring K and V of the tokens from ``start`` to ``end``, of at most ``TOKENS``, into the L2 cache by ``CHUNK`` tokens of one page.
 
     It may be early: the cache is the same memory to whoever still writes the newest token.
     """
+    # A warp asks once for every address that its threads name, one after the other: CHUNK threads name the same one.
     lane = tl.arange(0, 2 * TOKENS)
-    pos = start + lane % TOKENS
+    pos = start + lane % TOKENS // CHUNK * CHUNK
     offsets = tile_offsets(tl.load(table + pos // PAGE, mask=pos < end, other=0), pos, kv_head, KV_HEADS, PAGE, D)
     size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    row = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
-    row = tl.where(pos < end, row, 0)
-    if D * size == 512:
-        asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], 512; mov.b32 $0, 0; }"""
-    elif D * size == 256:
-        asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0; }"""
-    else:
-        tl.static_assert(D * size == 128)
-        asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0; }"""
-    tl.inline_asm_elementwise(asm, "=r,l", [row], dtype=tl.int32, is_pure=False, pack=1)
+    first = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
+    asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"""
+    first = tl.where(pos < end, first, 0)
+    tl.inline_asm_elementwise(asm, "=r,l,r", [first, CHUNK * D * size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_stride", "whole", "min_share", "splits"])
@@ -93,7 +83,6 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     SHARE_STEP: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -125,8 +114,8 @@ def _split_kernel(
     page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
     if PREFETCH:
         # Of a long one no more than is loaded first: beyond that, all programs' last rows would queue before their first.
-        near = tl.where(seq_len <= AHEAD, end, tl.minimum(end, start + 2 * BLOCK_N))
-        _ask_ahead(k_ptr, v_ptr, table, start, near, kv_head, KV_HEADS, PAGE, D, AHEAD)
+        near = tl.where(seq_len <= 4 * BLOCK_N, end, tl.minimum(end, start + 2 * BLOCK_N))
+        _ask_ahead(k_ptr, v_ptr, table, start, near, kv_head, KV_HEADS, PAGE, D, 4 * BLOCK_N, SHARE_STEP)
     if EARLY:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
@@ -266,8 +255,7 @@ def attn_decode_triton(
         BLOCK_N=config.block_n,
         SHARE_STEP=SHARE_STEP,
         EARLY=early,
-        AHEAD=AHEAD,
-        PREFETCH=early and not slots and head_dim * k_cache.element_size() in PREFETCHED,
+        PREFETCH=early and not slots and page_size % SHARE_STEP == 0,
         SLOTS=slots,
         # Slots that the kernel before writes are read at once; the join may start early all the same.
         launch_pdl=early and not slots,
