@@ -93,7 +93,7 @@ def _split_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, b, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + b)
+    seq_len, row = tl.load(seq_lens_ptr + b), tl.load(rows_ptr + b)
     share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
     start = split * share
     if start >= seq_len:
@@ -104,7 +104,7 @@ def _split_kernel(
     heads = kv_head * GROUP + offs_g
     head_mask = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
     q_rows = b.to(tl.int64) * (tl.cast(q_stride, tl.int64) * 8)
-    table = table_ptr + tl.load(rows_ptr + b) * table_stride
+    table = table_ptr + row * table_stride
 
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
