@@ -55,7 +55,7 @@ def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool)
             "BLOCK_N": config.block_n,
             "SHARE_STEP": SHARE_STEP,
             "EARLY": early,
-            "PREFETCH": early,
+            "AHEAD": config.ahead if early else 0,
             "SLOTS": False,
         },
         {**_options(early), "num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -85,7 +85,7 @@ def _attend(element: str, early: bool = False) -> KernelCase:
     numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
     values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
     values |= {"SHARE_STEP": SHARE_STEP, "BLOCK_N": config.block_n}
-    values |= {"EARLY": early, "PREFETCH": False, "SLOTS": True}
+    values |= {"EARLY": early, "AHEAD": 0, "SLOTS": True}
     return KernelCase(
         f"qsa attend {element}{' early' if early else ''}",
         "freetoken.kernels.attn_decode.triton:_split_kernel",

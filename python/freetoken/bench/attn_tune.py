@@ -46,7 +46,8 @@ def candidates(default: DecodeConfig, depth: int) -> list[DecodeConfig]:
     shares = ((16, 16), (16, 32), (16, 64), (16, 128), (default.whole, default.min_share), (depth, depth))
     cuts = [dataclasses.replace(default, splits=parts) for parts in splits]
     cuts += [dataclasses.replace(default, whole=whole, min_share=share) for whole, share in shares]
-    tiles = [
+    tiles = [dataclasses.replace(default, ahead=steps) for steps in (0, 2, 4)]
+    tiles += [
         dataclasses.replace(default, block_n=block, num_warps=warps, num_stages=stages, splits=parts)
         for parts, block, warps, stages in itertools.product(
             sorted({default.splits, default.splits * 3 // 2 if splits else default.splits}),

@@ -29,7 +29,8 @@ class DecodeConfig:
     """Launch parameters of one batch size.
 
     A sequence of up to ``whole`` tokens is left whole; a longer one is cut into at most ``splits`` equal parts, of ``min_share``
-    tokens or little less. A program reads ``block_n`` tokens a step.
+    tokens or little less. A program reads ``block_n`` tokens a step. Where kernels start early it has the L2 cache fetch K and V ahead:
+    of no step (``ahead`` 0), of the first 2, or of 4 where it has no more.
     """
 
     block_n: int
@@ -38,6 +39,7 @@ class DecodeConfig:
     splits: int
     num_warps: int
     num_stages: int
+    ahead: int = 4
 
 
 @dataclass(frozen=True)

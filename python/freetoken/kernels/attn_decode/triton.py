@@ -28,7 +28,7 @@ def _share_of(seq_len, whole, min_share, splits, STEP: tl.constexpr):
 
 
 @triton.jit
-def _ask_ahead(
+def _chunks(
     k_ptr,
     v_ptr,
     table,
@@ -41,20 +41,23 @@ def _ask_ahead(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Bring K and V of the tokens from ``start`` to ``end``, of at most ``TOKENS``, into the L2 cache by ``CHUNK`` tokens of one page.
-
-    It may be early: the cache is the same memory to whoever still writes the newest token.
-    """
-    # A warp asks once for every address that its threads name, one after the other: CHUNK threads name the same one.
+    """Addresses of K and V of every ``CHUNK`` tokens of one page, ``TOKENS`` from ``start`` on: how many tokens after it, the address, 0
+    from ``end`` on. ``CHUNK`` neighbours name the same one."""
     lane = tl.arange(0, 2 * TOKENS)
-    pos = start + lane % TOKENS // CHUNK * CHUNK
+    after = lane % TOKENS // CHUNK * CHUNK
+    pos = start + after
     offsets = tile_offsets(tl.load(table + pos // PAGE, mask=pos < end, other=0), pos, kv_head, KV_HEADS, PAGE, D)
     size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    first = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
+    address = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
+    return after, tl.where(pos < end, address, 0)
+
+
+@triton.jit
+def _ask(address, BYTES: tl.constexpr):
+    """Bring ``BYTES`` at every address but 0 into the L2 cache. A warp asks for one address after the other, once for each."""
     asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
         @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"""
-    first = tl.where(pos < end, first, 0)
-    tl.inline_asm_elementwise(asm, "=r,l,r", [first, CHUNK * D * size], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(asm, "=r,l,r", [address, BYTES], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_stride", "whole", "min_share", "splits"])
@@ -83,7 +86,7 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     SHARE_STEP: tl.constexpr,
     EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Grid ``(KV_HEADS, B, splits)``: parts that a sequence does not have come after those in use."""
@@ -93,7 +96,7 @@ def _split_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, b, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len, row = tl.load(seq_lens_ptr + b), tl.load(rows_ptr + b)
+    seq_len = tl.load(seq_lens_ptr + b)
     share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
     start = split * share
     if start >= seq_len:
@@ -104,7 +107,7 @@ def _split_kernel(
     heads = kv_head * GROUP + offs_g
     head_mask = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
     q_rows = b.to(tl.int64) * (tl.cast(q_stride, tl.int64) * 8)
-    table = table_ptr + row * table_stride
+    table = table_ptr + tl.load(rows_ptr + b) * table_stride
 
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -112,13 +115,18 @@ def _split_kernel(
     weights = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
     page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
-    if PREFETCH:
-        # Of a long one no more than is loaded first: beyond that, all programs' last rows would queue before their first.
-        near = tl.where(seq_len <= 4 * BLOCK_N, end, tl.minimum(end, start + 2 * BLOCK_N))
-        _ask_ahead(k_ptr, v_ptr, table, start, near, kv_head, KV_HEADS, PAGE, D, 4 * BLOCK_N, SHARE_STEP)
+    CHUNK_BYTES: tl.constexpr = SHARE_STEP * D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if AHEAD > 0:
+        # It may be early: the cache is the same memory to whoever still writes the newest token.
+        after, chunks = _chunks(k_ptr, v_ptr, table, start, end, kv_head, KV_HEADS, PAGE, D, 4 * BLOCK_N, SHARE_STEP)
+        first = (after < 2 * BLOCK_N) | (seq_len <= 4 * BLOCK_N)
+        _ask(tl.where(first, chunks, 0), CHUNK_BYTES)
     if EARLY:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
+    if AHEAD > 2:
+        # The rest of a short part queues behind what is waited for first, so that memory never idles.
+        _ask(tl.where(first | (share > 4 * BLOCK_N), 0, chunks), CHUNK_BYTES)
     q_tile = q_ptr + q_rows + heads[:, None] * D + offs_d[None, :]
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
@@ -255,7 +263,7 @@ def attn_decode_triton(
         BLOCK_N=config.block_n,
         SHARE_STEP=SHARE_STEP,
         EARLY=early,
-        PREFETCH=early and not slots and page_size % SHARE_STEP == 0,
+        AHEAD=config.ahead if early and not slots and page_size % SHARE_STEP == 0 else 0,
         SLOTS=slots,
         # Slots that the kernel before writes are read at once; the join may start early all the same.
         launch_pdl=early and not slots,
