@@ -1,4 +1,4 @@
-"""Dates and times of constrained output exist, whatever stands beside them in the schema."""
+"""Dates, times and names of hosts of constrained output can exist, whatever stands beside them in the schema."""
 
 from __future__ import annotations
 
@@ -47,6 +47,24 @@ def test_a_minute_has_sixty_seconds(second: str, taken: bool) -> None:
     assert takes({"format": "date-time"}, f"2024-02-29T23:59:{second}-08:00") == taken
     assert not takes({"format": "date-time"}, f"2023-02-29T23:59:{second}-08:00")
     assert datetime.fromisoformat("2024-02-29T23:59:59-08:00")
+
+
+@pytest.mark.parametrize(
+    ("parts", "taken"),
+    [
+        ([63, 63, 63, 61], True),
+        ([63, 63, 63, 62], False),
+        ([64], False),
+        ([1] * 16, True),
+        ([15] * 16, False),
+        ([15] * 15 + [13], True),
+        ([31] * 7 + [10], True),
+        ([1] * 128, False),
+        ([5, 0, 3], False),
+    ],
+)
+def test_names_of_hosts_have_an_end(parts: list[int], taken: bool) -> None:
+    assert takes({"format": "hostname"}, ".".join("a" * part for part in parts)) == taken
 
 
 WHEN = {"type": "string", "format": "date"}
