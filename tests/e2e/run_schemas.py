@@ -9,7 +9,8 @@ the published Qwen3.5 vocabulary); without it, it is the embedded SmolLM2. ``--s
 
 Most schemas of the suite do not bound their strings, lists and objects, and a random model ends them as rarely as it draws
 any other token. ``--closers 0.05`` gives the tokens of closing marks and those that end the output a logit bias, by which
-each kind is a twentieth of a flat distribution. A bias moves odds only: what may be drawn at all is up to the masks alone.
+each kind is a twentieth of a flat distribution. A trained model may repeat a digit for ever; ``--frequency-penalty 0.2`` ends
+that. Both move odds only: what may be drawn at all is up to the masks alone.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def run(engine: Engine, args: argparse.Namespace, schemas: Mapping[str, Any]) ->
     names = list(schemas)
     share = len(names) if args.share else 1
     at_once = -(-AT_ONCE * share // args.seeds)
-    sampling = {"max_new_tokens": args.max_new_tokens, **(closers(engine, args.closers) if args.closers else {})}
+    sampling = {"max_new_tokens": args.max_new_tokens, "frequency_penalty": args.frequency_penalty}
+    sampling |= closers(engine, args.closers) if args.closers else {}
     total, texts, started = Tally(), 0, time.monotonic()
     for first in range(0, len(names), at_once):
         part = {name: schemas[name] for name in names[first : first + at_once]}
@@ -160,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--share", action="store_true", help="divide the seeds among the schemas")
     result.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     result.add_argument("--closers", type=float, default=0.0, help="share of closing marks in a flat distribution")
+    result.add_argument("--frequency-penalty", type=float, default=0.0)
     result.add_argument("--concurrency", type=int, default=32)
     result.add_argument("--output", help="file to append a figure to")
     result.add_argument("--model-label", help="name of the model in the figure")
@@ -183,6 +186,7 @@ def main() -> int:
         what = "schemas of the JSON-Schema-Test-Suite" if args.suite else "schemas"
         label = args.model_label or LABELS.get(args.model, args.model)
         asked = {"temperature": 1.0, "max_new_tokens": args.max_new_tokens, "closers": args.closers}
+        asked |= {"frequency_penalty": args.frequency_penalty} if args.frequency_penalty else {}
         refused = {"refused_schemas": len(required_cases()) - len(schemas)} if args.suite else {}
         figures.append(args.output, [figures.figure(what, model=label, device=device, **asked, **refused, **counts)])
     return 1 if counts["wrong"] else 0
