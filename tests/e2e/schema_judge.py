@@ -7,7 +7,7 @@ Over floating point 0.0003 is no multiple of 0.0001. Which formats are judged de
 from __future__ import annotations
 
 import json
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, localcontext
 from typing import Any
 
 import jsonschema
@@ -37,7 +37,15 @@ _Judge = jsonschema.validators.extend(
 
 def read(text: str) -> Any:
     """The value of a JSON text, fractions as decimals; ``ValueError`` for what is not JSON."""
-    return json.loads(text, parse_float=Decimal, parse_constant=_refuse)
+    return json.loads(text, parse_float=_number, parse_constant=_refuse)
+
+
+def _number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        # An exponent of twenty digits: an infinity, or nothing.
+        return Decimal(float(text))
 
 
 def _refuse(name: str) -> Any:
