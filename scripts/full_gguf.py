@@ -8,10 +8,10 @@ from typing import IO
 
 import gguf
 import numpy as np
-from tiny_gguf import PACKED_TYPES, gguf_names, is_folded, known_type, write_hadamard, write_metadata
+from tiny_gguf import PACKED_TYPES, is_folded, known_type, write_hadamard, write_metadata
 from tiny_spec import CHAT_TEMPLATE, SPECIAL_TOKENS, TinyModel, hf_config
 
-from freetoken.loader.names import expected_tensors
+from freetoken.loader.gguf_names import gguf_tensors
 from freetoken.loader.tokenizer import BYTE_OF_CHARACTER
 from freetoken.models.parse import parse_hf_config
 
@@ -46,8 +46,7 @@ def write_full_size(path: Path, spec: TinyModel = FULL_SIZE, vocabulary: int = V
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     model = parse_hf_config(hf_config(spec, vocabulary), None, "full")
-    names = gguf_names(spec)
-    shapes = {names[name]: shape for name, shape in expected_tensors(model).items()}
+    shapes = {source: shape for source, (_, shape) in gguf_tensors(model).items()}
     folded = [name for name in shapes if is_folded(name, spec)]
     writer = gguf.GGUFWriter(path, "qwen35")
     write_metadata(writer, spec, "pq2_0")
@@ -62,10 +61,9 @@ def write_full_size(path: Path, spec: TinyModel = FULL_SIZE, vocabulary: int = V
                 writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)  # type: ignore[arg-type]
         else:
             narrow = _is_bfloat16(name)
-            held = (shape[0], shape[2]) if len(shape) == 3 else shape
             raw = gguf.GGMLQuantizationType.BF16 if narrow else gguf.GGMLQuantizationType.F32
             nbytes = math.prod(shape) * (2 if narrow else 4)
-            writer.add_tensor_info(name, held, np.dtype(np.float32), nbytes, raw_dtype=raw)
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -4,6 +4,8 @@
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
     python scripts/make_tiny_model.py OUT.gguf --arch qwen3_5 --format gguf --quant pq2_0 --hadamard 128 --gdn-v-grouped \\
         --hidden-size 128 --intermediate-size 256 --linear-value-dim 32 --num-layers 4 --head-dim 32
+    python scripts/make_tiny_model.py OUT.gguf --arch qwen4_exp --format gguf --quant q8_0 --table-quant iq4_nl \\
+        --expert-size 32 --shared-size 64 --hyper-rank 32 --ple-width 128
     python scripts/make_tiny_model.py OUT.gguf --full-size
 
 The weights are noise, scaled so that the largest logits stand well apart. The tokenizer is a byte-level BPE trained on a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tiny_spec import HYBRIDS, IN_GGUF, LAYER_LETTERS, MIXTURES, TinyModel, hf_config
+from tiny_spec import HYBRIDS, LAYER_LETTERS, MIXTURES, SHARED, TABLE_QUANTS, TinyModel, hf_config
 
 from freetoken.loader.gguf_tokenizer import PRE_TOKENIZERS
 from freetoken.models.parse import parse_hf_config
@@ -48,21 +48,44 @@ def check_spec(spec: TinyModel, format: str, shards: int) -> None:
         raise TinyModelError(f"--top-k {spec.top_k} is more than --num-experts {spec.num_experts}")
     if spec.hadamard & (spec.hadamard - 1):
         raise TinyModelError(f"--hadamard must be a power of two, not {spec.hadamard}")
-    if format == "gguf" and (spec.arch not in IN_GGUF or spec.fp8):
-        raise TinyModelError(f"--format gguf holds {' or '.join(IN_GGUF)}, without --fp8")
+    if spec.table_quant is not None and spec.table_quant not in TABLE_QUANTS:
+        raise TinyModelError(f"--table-quant must be one of {', '.join(TABLE_QUANTS)}, not {spec.table_quant!r}")
+    if format == "gguf":
+        _check_gguf(spec)
     parse_hf_config(hf_config(spec, spec.tokenizer_vocab + spec.extra_vocab), None, "tiny")
+
+
+def _check_gguf(spec: TinyModel) -> None:
+    """What GGUF files have no keys for."""
+    if spec.fp8:
+        raise TinyModelError("--format gguf is without --fp8")
+    if spec.hadamard and spec.arch in MIXTURES:
+        raise TinyModelError(f"--hadamard is not for --arch {spec.arch}")
+    if spec.arch == "qwen3_moe" and (spec.sparse_step != 1 or spec.dense_layers):
+        raise TinyModelError("--format gguf has experts in every layer, without --sparse-step and --dense-layers")
+    if spec.arch == "qwen4_exp" and spec.output_gate != "sigmoid":
+        raise TinyModelError("--format gguf has no --output-gate but sigmoid")
+    if spec.arch == "qwen4_exp" and "," in spec.ple_layers:
+        raise TinyModelError(f"--format gguf holds one n-gram table, but --ple-layers is {spec.ple_layers!r}")
 
 
 def check_rows(spec: TinyModel, quant: str, block: int) -> None:
     """Raise :class:`TinyModelError` unless rows of all matrices are whole blocks of ``quant``, ``block`` elements each, and of the
     rotation."""
-    widths = {
-        "--hidden-size": spec.hidden_size,
-        "--intermediate-size": spec.intermediate_size,
-        "--num-heads times --head-dim": spec.num_heads * spec.head_dim,
-    }
+    mlp = (
+        ("--expert-size", spec.expert_size)
+        if spec.arch in MIXTURES
+        else ("--intermediate-size", spec.intermediate_size)
+    )
+    widths = dict([("--hidden-size", spec.hidden_size), mlp])
+    widths["--num-heads times --head-dim"] = spec.num_heads * spec.head_dim
     if spec.arch in HYBRIDS and "l" in (spec.layer_pattern or "l"):
         widths["--linear-value-heads times --linear-value-dim"] = spec.linear_value_heads * spec.linear_value_dim
+    if spec.arch in SHARED:
+        widths["--shared-size"] = spec.shared_size
+    if spec.arch == "qwen4_exp":
+        widths["--hyper-rank"] = spec.hyper_rank
+        widths["--ple-width"] = spec.ple_width
     for name, width in widths.items():
         if width % block:
             raise TinyModelError(f"--quant {quant} needs rows of a multiple of {block}, but {name} is {width}")

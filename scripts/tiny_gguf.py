@@ -13,9 +13,13 @@ import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from tiny_checks import check_rows
+from tiny_gguf_moe import TABLE, in_parts, table_rows, write_experts, write_qwen4_exp
 from tiny_spec import (
     CHAT_TEMPLATE,
+    HYBRIDS,
+    MIXTURES,
     PACKED_QUANTS,
+    SHARED,
     SPECIAL_TOKENS,
     WEIGHT_STD,
     TinyModel,
@@ -25,12 +29,23 @@ from tiny_spec import (
 )
 from tokenizers import Tokenizer
 
-from freetoken.loader.names import canonical_name
+from freetoken.loader.gguf_names import gguf_tensors
+from freetoken.models.config import ModelConfig
+from freetoken.models.parse import parse_hf_config
 
 PREFIX = "prism.hadamard."
 # Type id, elements and bytes of a block. The first two are told apart in a file by the distances between tensors alone.
 PACKED_TYPES = {"q2_0": (42, 64, 18), "q2_0_g128": (42, 128, 34), "pq2_0": (142, 128, 34), "ptq1_0": (143, 128, 28)}
-GGUF_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5": "qwen35"}
+GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen35",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_moe": "qwen35moe",
+    "qwen4_exp": "qwen4exp",
+}
+# What quantisers leave in float32, by the last part of the name before the suffix.
+_KEPT = ("ssm_conv1d", "ple_conv1d", "ffn_gate_inp", "ffn_gate_inp_shexp")
 _FOLDED = (
     "attn_q",
     "attn_k",
@@ -54,6 +69,8 @@ def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
     config = hf_config(spec, tokenizer.get_vocab_size() + spec.extra_vocab)
     writer = gguf.GGUFWriter(path, GGUF_ARCHITECTURES[spec.arch])
     write_metadata(writer, spec, quant)
+    if spec.arch == "qwen4_exp":
+        write_qwen4_exp(writer, GGUF_ARCHITECTURES[spec.arch], spec, config)
     _write_tokenizer(writer, spec, tokenizer)
     tensors = dict(_converted(spec, config))
     folded = [name for name in tensors if spec.hadamard and is_folded(name, spec)]
@@ -66,6 +83,9 @@ def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
         if name in folded or (spec.hadamard and name == "token_embd.weight"):
             value = fold(value, signs(spec, value.shape[-1]), spec.hadamard)
         _write_tensor(writer, name, value, quant, generator)
+    table = table_rows(spec, config) if spec.arch == "qwen4_exp" else None
+    if table is not None:
+        _write_tensor(writer, TABLE, table, spec.table_quant or quant, generator)
     finish(writer)
     return path
 
@@ -85,14 +105,17 @@ def write_metadata(writer: gguf.GGUFWriter, spec: TinyModel, quant: str) -> None
     writer.add_block_count(spec.num_layers + spec.mtp)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
+    if spec.arch in MIXTURES:
+        write_experts(writer, GGUF_ARCHITECTURES[spec.arch], spec, shared=spec.arch in SHARED)
+    else:
+        writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_heads)
     writer.add_head_count_kv(spec.num_kv_heads)
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_rope_freq_base(spec.rope_theta)
     writer.add_layer_norm_rms_eps(1e-6)
-    if spec.arch == "qwen3_5":
+    if spec.arch in HYBRIDS:
         _write_hybrid(writer, spec)
     else:
         writer.add_rope_dimension_count(spec.head_dim)
@@ -206,11 +229,13 @@ def llama3_factors(spec: TinyModel) -> np.ndarray:
 
 def _converted(spec: TinyModel, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Weights under GGUF names in the order and form of a converted file, not rotated yet."""
-    names = gguf_names(spec)
-    for name, value in random_weights(config, spec.seed):
+    names = gguf_names(parse_hf_config(config, None, "tiny"), fused=spec.fused_experts)
+    for name, value in in_parts(spec, random_weights(config, spec.seed, spec.stacked)):
         if spec.arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             value = interleave_rotary_rows(value, spec.num_heads if ".q_proj." in name else spec.num_kv_heads)
-        yield names[name], _hybrid_form(spec, name, value) if spec.arch == "qwen3_5" else value
+        if name.endswith("shared_expert_gate.weight"):
+            value = value[0]
+        yield names[name], _hybrid_form(spec, name, value) if spec.arch in HYBRIDS else value
     if spec.mtp:
         yield from _mtp_block(spec)
 
@@ -223,8 +248,10 @@ def _hybrid_form(spec: TinyModel, name: str, value: np.ndarray) -> np.ndarray:
         apart = rows.reshape(*rows.shape[:axis], *heads, -1, *rows.shape[axis + 1 :])
         return np.ascontiguousarray(apart.swapaxes(axis, axis + 1)).reshape(rows.shape)
 
-    if name.endswith("norm.weight"):
+    if name.endswith("norm.weight") or ".ple.norm_" in name:
         return value if name.endswith("linear_attn.norm.weight") else value + 1
+    if name.endswith(".ple.conv1d.weight"):
+        return value[:, 0]
     leaf = name.split(".linear_attn.")[-1]
     keys = 2 * spec.linear_key_heads * spec.linear_key_dim
     if leaf == "A_log":
@@ -258,21 +285,23 @@ def _mtp_block(spec: TinyModel) -> Iterator[tuple[str, np.ndarray]]:
         ("attn_q_norm", "attn_k_norm"), spec.head_dim
     )
     norms |= dict.fromkeys((f"nextn.{part}" for part in ("enorm", "hnorm", "shared_head_norm")), hidden)
+    if spec.arch == "qwen4_exp":
+        channels = spec.streams * hidden
+        shapes["nextn.hc_head_down"], shapes["nextn.hc_head_up"] = (
+            (spec.hyper_rank, channels),
+            (channels, spec.hyper_rank),
+        )
+        norms |= {"nextn.hc_head_norm": channels, "hc_attn_norm": channels}
     for leaf, shape in shapes.items():
         yield f"{prefix}.{leaf}.weight", (WEIGHT_STD * generator.standard_normal(shape)).astype(np.float32)
     for leaf, size in norms.items():
         yield f"{prefix}.{leaf}.weight", np.ones(size, dtype=np.float32)
 
 
-def gguf_names(spec: TinyModel) -> dict[str, str]:
-    """Canonical name to GGUF name of every tensor that the model may have."""
-    leaves = [f"{leaf}.{kind}" for leaf in _FOLDED for kind in ("weight", "bias")]
-    leaves += [f"attn_{part}norm.weight" for part in ("", "q_", "k_")]
-    leaves += ["ffn_norm.weight", "post_attention_norm.weight", "ssm_a", "ssm_dt.bias"]
-    leaves += [f"ssm_{part}.weight" for part in ("alpha", "beta", "conv1d", "norm")]
-    candidates = ["token_embd.weight", "output_norm.weight", "output.weight"]
-    candidates += [f"blk.{layer}.{leaf}" for layer in range(spec.num_layers) for leaf in leaves]
-    return {canonical_name(candidate, spec.arch == "qwen3_5") or "": candidate for candidate in candidates}
+def gguf_names(model: ModelConfig, *, fused: bool = False) -> dict[str, str]:
+    """GGUF name of every tensor of ``model`` by the name of the part that it is; ``fused`` has gates and ups of experts in one."""
+    present = {f"blk.{layer}.ffn_gate_up_exps.weight" for layer in range(model.num_layers)} if fused else ()
+    return {name: source for source, (name, _) in gguf_tensors(model, present).items()}
 
 
 def interleave_rotary_rows(value: np.ndarray, heads: int) -> np.ndarray:
@@ -294,7 +323,7 @@ def block_elements(quant: str) -> int:
 def _write_tensor(
     writer: gguf.GGUFWriter, name: str, value: np.ndarray, quant: str, generator: np.random.Generator
 ) -> None:
-    if value.ndim == 1 or quant == "f32" or name.endswith("ssm_conv1d.weight"):
+    if value.ndim == 1 or quant == "f32" or name.split(".")[-2] in _KEPT:
         writer.add_tensor(name, value)
         return
     if name.split(".")[-2] in ("ssm_alpha", "ssm_beta") and quant in PACKED_QUANTS:

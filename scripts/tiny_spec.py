@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "qwen4_exp": "Qwen4ExpForCausalLM",
 }
-HYBRIDS, IN_GGUF = ("qwen3_5", "qwen3_5_moe", "qwen4_exp"), ("llama", "qwen3", "qwen3_5")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 LAYER_LETTERS = {"l": LINEAR_ATTENTION, "f": FULL_ATTENTION}
 MIXTURES, SHARED = ("qwen3_moe", "qwen3_5_moe", "qwen4_exp"), ("qwen3_5_moe", "qwen4_exp")
 # What published FP8 checkpoints leave in their own type, by the ends of the names.
@@ -48,6 +48,7 @@ IQ_QUANTS = (
     "mxfp4",
 )
 PACKED_QUANTS = ("pq2_0", "ptq1_0", "q2_0", "q2_0_g128")
+TABLE_QUANTS = (*FLOAT_QUANTS, "q8_0", "q4_0", "iq4_nl")
 QUANTS = FLOAT_QUANTS + BLOCK_QUANTS + IQ_QUANTS + PACKED_QUANTS
 WEIGHT_STD = 0.08
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -83,7 +84,8 @@ class TinyModel:
 
     For GGUF files: ``hadamard`` is the block that matrices are rotated in (0: not at all), ``plain_signs`` leaves the signs out,
     ``gdn_v_grouped`` rotates the output projection of linear attention in the order of grouped value heads, and ``mtp`` blocks of
-    multi-token prediction follow the model.
+    multi-token prediction follow the model. ``fused_experts`` has the gates and ups of experts in one tensor, ``table_quant`` is the
+    type of an n-gram table (default: that of the matrices).
     """
 
     arch: str = "llama"
@@ -135,6 +137,8 @@ class TinyModel:
     plain_signs: bool = False
     gdn_v_grouped: bool = False
     mtp: int = 0
+    fused_experts: bool = False
+    table_quant: str | None = None
     add_bos: bool = False
     pre: str | None = None
     seed: int = 0

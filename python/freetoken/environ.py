@@ -112,10 +112,10 @@ TABLE: tuple[EnvVar, ...] = (
         f"Norms, gates and write-back of hyper-connections: {_KERNEL_HELP}.",
     ),
     EnvVar(
-        "FREETOKEN_QSA_FUSED_DECODE",
+        "FREETOKEN_QSA_FUSED",
         "kernel",
         "1",
-        f"Index keys, selection and sparse attention of decode steps behind an indexer: {_KERNEL_HELP}.",
+        f"Index keys, selection and sparse attention behind an indexer: {_KERNEL_HELP}.",
     ),
     EnvVar("FREETOKEN_LAUNCH_TIMEOUT", "float", "1800", "Seconds the server waits for the scheduler to become ready."),
     EnvVar(

@@ -24,7 +24,8 @@ GATHER = "freetoken.kernels.ple_gather.triton:gather_rows_kernel"
 
 def _gather(kind: int, stored: str, width: int, row_bytes: int, *, direct: bool = False) -> KernelCase:
     types = {"ids_ptr": "*i64", "table_ptr": stored, "codebook_ptr": "*fp32", "out_ptr": "*bf16"}
-    values = {"WIDTH": width, "ROW_BYTES": row_bytes, "BLOCK": 256, "FORMAT": kind, "Q_BLOCK": 32, "Q_BYTES": 18}
+    values = {"WIDTH": width, "ROW_BYTES": row_bytes, "BLOCK": 256, "FORMAT": kind, "Q_BLOCK": 32}
+    values["Q_BYTES"] = row_bytes * 32 // width if kind > 1 else 1
     return KernelCase(
         f"ple gather {stored} format {kind} direct {direct}",
         GATHER,
@@ -74,6 +75,7 @@ CASES = [
     _gather(1, "*u8", 160, 160),
     _gather(1, "*u8", 160, 160, direct=True),
     _gather(2, "*u8", 160, 90),
+    _gather(3, "*u8", 160, 170),
     DECODE,
     _hash(3, 8, decode=False),
     _hash(5, 7, decode=False),

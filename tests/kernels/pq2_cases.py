@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compile_tool import KernelCase
 
-from freetoken.kernels.pq2_gemv.configs import FEW_TOKENS, TILE, PQ2Config, default_config
+from freetoken.kernels.pq2_gemv.configs import PQ2Config, default_config
 
 FOLDER = "freetoken.kernels.pq2_gemv"
 POINTERS = {
@@ -15,11 +15,12 @@ POINTERS = {
 
 
 def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128)) -> KernelCase:
-    kernel = {"single": "single:single_kernel", "few": "few:few_kernel", "fragments": "fragments:fragment_kernel"}
+    kernel = {"single": "single:single_kernel", "fragments": "fragments:fragment_kernel"}
     if config.kind == "fragments":
-        own = {"TILES": config.rows // TILE, "WARPS": config.num_warps, "HALVES": 1 if m <= 8 else 2}
+        own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}
+        own |= {"HALVES": -(-m // 8), "WHOLE": True}
     else:
-        own = {"ROWS": config.rows, "LANES": config.lanes} | ({"TOKENS": FEW_TOKENS} if config.kind == "few" else {})
+        own = {"ROWS": config.rows, "LANES": config.lanes}
     return KernelCase(
         f"pq2 {config} k={k} m={m} groups={groups}",
         f"{FOLDER}.{kernel[config.kind]}",
@@ -44,10 +45,9 @@ CASES = [
     *(
         _product(k, m, default_config(n, k, m), early)
         for n, k in ((34816, 5120), (5120, 17408))
-        for m in (1, 8, 16)
+        for m in (1, 8, 16, 32)
         for early in ((False, True) if k == 5120 and m < 16 else (True,))
     ),
-    *(_product(5120, 4, PQ2Config("few", 2, 2, 1, 16), early) for early in (False, True)),
     _product(5120, 1, default_config(5120, 5120, 1), True, (64, 32)),
     _product(5120, 8, default_config(5120, 5120, 8), True, (64, 32)),
     QUANTISER,

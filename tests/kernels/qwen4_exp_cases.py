@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compile_tool import KernelCase
+from attn_cases import DTYPES
+from compile_tool import ARCHITECTURES, KernelCase
 from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
+from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_step, next_power_of_two
+from freetoken.kernels.qsa.plan import piece_config
+
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
+PIECES = "freetoken.kernels.qsa.pieces"
 STREAMS, HIDDEN, RANK = 4, 2560, 320
 
 
@@ -30,12 +35,14 @@ _TABLES = {"page_table_ptr": "*i32", "rows_ptr": "*i64"}
 _HEADS = {"HEADS": 4, "D": 128, "BLOCK_D": 128, "RATIO": 4, "PAGE": 16}
 
 
-def _index(element: str) -> KernelCase:
+def _index(element: str, pieces: bool) -> KernelCase:
     pointers = dict.fromkeys(("projected_ptr", "pool_ptr", "out_ptr"), f"*{element}")
     floats = dict.fromkeys(("rope_ptr", "q_weight_ptr", "k_weight_ptr"), "*fp32")
     places = {"positions_ptr": "*i64", "slots_ptr": "*i64", "projected_stride": "i32", "table_stride": "i32"}
-    types = {**pointers, **floats, **_TABLES, **places, "eps": "fp32"}
-    return KernelCase(f"qsa index {element}", f"{QSA}:index_kernel", types, {**_HEADS, "R": 64}, {"num_warps": 1})
+    types = {**pointers, **floats, **_TABLES, **places, "before_ptr": "*i64", "eps": "fp32"}
+    values = {**_HEADS, "R": 64, "PIECES": pieces}
+    name = f"qsa index {'pieces ' if pieces else ''}{element}"
+    return KernelCase(name, f"{QSA}:index_kernel", types, values, {"num_warps": 1})
 
 
 def _score(element: str) -> KernelCase:
@@ -50,28 +57,90 @@ def _score(element: str) -> KernelCase:
     )
 
 
-def _select(chunk: int, warps: int) -> KernelCase:
-    pointers = {"scores_ptr": "*fp32", **_TABLES, **dict.fromkeys(("seq_lens_ptr", "chosen_ptr", "counts_ptr"), "*i32")}
-    strides = dict.fromkeys(("table_stride", "scores_stride", "chosen_stride"), "i32")
-    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "CHUNK": chunk}
-    return KernelCase(
-        f"qsa select {chunk}", f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps}
-    )
+def _select(chunk: int, warps: int, split: int) -> KernelCase:
+    floats, words = ("scores_ptr", "best_ptr"), ("blocks_ptr", "seq_lens_ptr", "chosen_ptr", "counts_ptr")
+    pointers = {**dict.fromkeys(floats, "*fp32"), **_TABLES, **dict.fromkeys(words, "*i32")}
+    strides = dict.fromkeys(("table_stride", "scores_stride", "best_stride", "chosen_stride"), "i32")
+    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "SPLIT": split, "CHUNK": chunk}
+    name = f"qsa select {chunk}{' of candidates' if split else ''}"
+    return KernelCase(name, f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps})
 
 
-def _attend(element: str, warps: int) -> KernelCase:
+def _candidates() -> KernelCase:
+    types = {
+        **dict.fromkeys(("scores_ptr", "best_ptr"), "*fp32"),
+        **dict.fromkeys(("blocks_ptr", "seq_lens_ptr"), "*i32"),
+    }
+    types |= dict.fromkeys(("scores_stride", "best_stride"), "i32")
+    values = {"RATIO": 4, "KEPT": 512, "SPLIT": 4096, "CHUNK": 4096}
+    return KernelCase("qsa candidates", f"{QSA}:candidates_kernel", types, values, {"num_warps": 16})
+
+
+def _attend(element: str) -> KernelCase:
+    size = 4 if element == "fp32" else 2
+    config = decode_config(256, 12, 8, 2064, 132, num_kv_heads=2, element_size=size)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
     tables = {"table_ptr": "*i32", "rows_ptr": "*i64", "seq_lens_ptr": "*i32"}
-    floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
-    numbers = dict.fromkeys(("table_stride", "q_stride", "min_share", "splits"), "i32")
-    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
-    values |= {"BLOCK_N": 16384 // (256 * (4 if element == "fp32" else 2)), "EARLY": False, "SLOTS": True}
+    scratch = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "arrivals_ptr": "*i32", "scale": "fp32"}
+    numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
+    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_H": 16, "BLOCK_D": 256}
+    values |= {"SHARE_STEP": SHARE_STEP, "JOIN_STEP": join_step(256, 12, config.num_warps, config.splits)}
+    values |= {"BLOCK_N": config.block_n, "EARLY": False, "PREFETCH": False, "SLOTS": True}
     return KernelCase(
         f"qsa attend {element}",
         "freetoken.kernels.attn_decode.triton:_split_kernel",
-        {**pointers, **tables, **floats, **numbers},
+        {**pointers, **tables, **scratch, **numbers},
         values,
-        {"num_warps": warps, "num_stages": 3},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+_PIECE = {"table_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32", "scores_ptr": "*fp32", "bounds_ptr": "*i32"}
+_LISTS = dict.fromkeys(("slots_ptr", "bits_ptr", "counts_ptr"), "*i32")
+_STRIDES = dict.fromkeys(("table_stride", "scores_stride", "list_stride", "begin"), "i32")
+
+
+def _piece_score(element: str) -> KernelCase:
+    piece = piece_config(256, 12, 128, DTYPES[element], (9, 0))
+    pointers = dict.fromkeys(("q_ptr", "pool_ptr"), f"*{element}")
+    values = {**_HEADS, "KEPT": 512, "BLOCK_M": piece.score_m, "BLOCK_N": piece.score_n, "STAGES": 2}
+    types = {**pointers, **_PIECE, **_STRIDES, "scale": "fp32"}
+    return KernelCase(
+        f"qsa piece score {element}", f"{PIECES}:piece_score_kernel", types, values, {"num_warps": 8}, main=True
+    )
+
+
+def _piece_bounds(chunk: int, warps: int) -> KernelCase:
+    types = {**_PIECE, "positions_ptr": "*i64", **_STRIDES}
+    values = {"RATIO": 4, "KEPT": 512, "CHUNK": chunk}
+    return KernelCase(f"qsa piece bounds {chunk}", f"{PIECES}:piece_bounds_kernel", types, values, {"num_warps": warps})
+
+
+def _piece_list(chunk: int) -> KernelCase:
+    values = {"RATIO": 4, "PAGE": 16, "UNROLL": 4, "CHUNK": chunk}
+    return KernelCase(
+        f"qsa piece list {chunk}",
+        f"{PIECES}:piece_list_kernel",
+        {**_PIECE, **_LISTS, **_STRIDES},
+        values,
+        {"num_warps": chunk // 128},
+    )
+
+
+def _piece_attend(head_dim: int, heads: int, kv_heads: int, element: str, arch: int) -> KernelCase:
+    piece = piece_config(head_dim, heads // kv_heads, 128, DTYPES[element], divmod(arch, 10))
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
+    values = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "PAGE": 16, "BLOCK_D": next_power_of_two(head_dim)}
+    values |= {"QUERIES": piece.queries, "BLOCK_M": piece.block_m, "BLOCK_N": piece.block_n}
+    return KernelCase(
+        f"qsa piece attend {heads}/{kv_heads} x {head_dim} {element}",
+        f"{PIECES}:piece_attend_kernel",
+        {**pointers, **_PIECE, **_LISTS, **_STRIDES, "scale": "fp32"},
+        values,
+        {"num_warps": piece.num_warps, "num_stages": piece.num_stages, "enable_fp_fusion": True},
+        first_arch=arch,
+        last_arch=arch,
+        main=True,
     )
 
 
@@ -98,11 +167,20 @@ CASES = [
         {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 512},
         {"num_warps": 2},
     ),
-    *(_index(element) for element in ("bf16", "fp32")),
+    *(_index(element, pieces) for element in ("bf16", "fp32") for pieces in (False, True)),
     *(_score(element) for element in ("bf16", "fp32")),
-    _select(4096, 16),
-    _select(64, 1),
-    _attend("bf16", 4),
+    _select(4096, 16, 0),
+    _select(4096, 16, 4096),
+    _select(64, 1, 0),
+    _candidates(),
+    _attend("bf16"),
+    *(_piece_score(element) for element in ("bf16", "fp32")),
+    _piece_bounds(2048, 4),
+    _piece_list(1024),
+    _piece_list(128),
+    *(_piece_attend(256, 24, 2, "bf16", arch) for arch in ARCHITECTURES),
+    *(_piece_attend(256, 24, 2, "fp32", arch) for arch in ARCHITECTURES),
+    *(_piece_attend(128, 16, 16, "bf16", arch) for arch in ARCHITECTURES),
     _sigmoid(NORM),
     _sigmoid(_step("bf16", WHOLE)),
 ]

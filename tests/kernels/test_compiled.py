@@ -24,15 +24,13 @@ from freetoken.kernels import compiled
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 MAY_SPILL = ("gdn chunk fp", "gdn scan fp")
 """Element types that no served model has for its linear attention."""
-SPILLS = {("qsa select 4096", 86): 8, ("qsa select 4096", 89): 8}
-"""Bytes by case and architecture that are known and put up with."""
 TABLE = compiled.read()
 
 Row = tuple[str, int, int, int, int, list[str]]
 
 
-def may_spill(name: str, arch: int, spilled: int) -> bool:
-    return spilled <= SPILLS.get((name, arch), 0) or name.startswith(MAY_SPILL)
+def may_spill(name: str, spilled: int) -> bool:
+    return not spilled or name.startswith(MAY_SPILL)
 
 
 def tabled(module: str) -> list[Row]:
@@ -58,7 +56,7 @@ def test_the_table_has_no_other_modules() -> None:
 @pytest.mark.parametrize("module", compiled_table.modules())
 def test_no_row_spills_or_asks_for_too_much_shared_memory(module: str) -> None:
     for name, arch, _, spills, shared, _ in tabled(module):
-        assert may_spill(name, arch, spills), (name, arch)
+        assert may_spill(name, spills), (name, arch)
         assert shared <= SHARED_LIMIT[arch], (name, arch)
 
 
@@ -67,6 +65,13 @@ def test_attention_copies_past_the_registers_and_uses_the_tensor_cores() -> None
         if "bf16" in name and "join" not in name:
             assert "async16" in instructions, (name, arch)
             assert ("wgmma" in instructions) == (arch == 90 and "prefill" in name), (name, arch)
+
+
+def test_pieces_behind_an_indexer_use_the_tensor_cores_and_leave_room_for_two_programs() -> None:
+    for name, arch, _, _, shared, instructions in tabled("qwen4_exp_cases"):
+        if name in ("qsa piece score bf16", "qsa piece attend 24/2 x 256 bf16"):
+            assert {"async16", "wgmma" if arch == 90 else "mma"} <= set(instructions), (name, arch)
+            assert arch != 90 or shared <= SHARED_LIMIT[arch] // 2, (name, arch)
 
 
 def test_decode_steps_of_linear_attention_leave_room_for_two_programs() -> None:
@@ -94,7 +99,7 @@ def test_nothing_got_worse(module: str) -> None:
     results = compile_cases(module, only=wanted)
     assert sorted((x.name, x.arch) for x in results) == sorted(wanted)
     for x in results:
-        assert may_spill(x.name, x.arch, x.spill_bytes), x
+        assert may_spill(x.name, x.spill_bytes), x
         assert x.shared_bytes <= SHARED_LIMIT[x.arch], x
     if compiled.triton_version().split(".")[:2] != TABLE["triton"].split(".")[:2]:
         pytest.skip(f"the table is of Triton {TABLE['triton']}; compiled, and within the limits")

@@ -29,7 +29,7 @@ SIZES = dataclasses.replace(op_rows.SMALL, dtype=torch.bfloat16) if DEVICE == "c
 SEEDS = (0, 1, 2) if DEVICE == "cuda" else (0, 1)
 CALLS = 2 if DEVICE == "cuda" else 1
 """Calls of a method that are looked at, of those that its row makes: the first, and on a GPU the last."""
-OTHERS = {"attn_decode", "attn_prefill", "ple_gather", "qsa"}
+OTHERS = {"attn_decode", "attn_prefill", "ple_gather", "qsa", "qsa_pieces"}
 """Rows that call kernels without an op of ``dispatch.OPS``: their own tests replay them, or those of whole models."""
 OP_OF_ROW = (
     {

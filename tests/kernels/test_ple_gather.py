@@ -15,6 +15,7 @@ from freetoken.kernels.ple_gather import FORMATS, gather_rows, reference
 triton = pytest.importorskip("freetoken.kernels.ple_gather.triton", exc_type=ImportError)
 
 NAMES = list(FORMATS)
+BLOCKS = ("q8_0", "q4_0", "iq4_nl")
 
 
 def stored(name: str, rows: int, width: int) -> torch.Tensor:
@@ -23,8 +24,8 @@ def stored(name: str, rows: int, width: int) -> torch.Tensor:
         codes = torch.randint(0, 256, (rows, width), dtype=torch.uint8)
         codes[(codes & 127) == 127] = 0
         return codes
-    if name == "iq4_nl":
-        packed = torch.randint(0, 256, (rows, width // 32, 18), dtype=torch.uint8)
+    if name in BLOCKS:
+        packed = torch.randint(0, 256, (rows, width // 32, FORMATS[name].block_bytes), dtype=torch.uint8)
         packed[..., :2] = torch.randn(rows, width // 32, 1).half().view(torch.uint8).view(rows, width // 32, 2)
         return packed.view(rows, -1)
     kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[name]
@@ -49,19 +50,25 @@ def test_every_code_of_e4m3() -> None:
         torch.testing.assert_close(decoded, expected * 0.5, rtol=0, atol=0, equal_nan=True)
 
 
-def test_iq4_nl_against_the_gguf_package_and_scalar_python() -> None:
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_against_the_gguf_package_and_scalar_python(name: str) -> None:
     quants = pytest.importorskip("gguf.quants")
     from gguf import GGMLQuantizationType
 
-    table = stored("iq4_nl", 5, 96)
-    expected = torch.from_numpy(quants.dequantize(table.numpy(), GGMLQuantizationType.IQ4_NL)).view(5, 96)
-    decoded = reference.decode_rows(table, FORMATS["iq4_nl"], 96, 1.0)
+    table, fmt = stored(name, 5, 96), FORMATS[name]
+    expected = torch.from_numpy(quants.dequantize(table.numpy(), GGMLQuantizationType[name.upper()])).view(5, 96)
+    decoded = reference.decode_rows(table, fmt, 96, 1.0)
     assert torch.equal(decoded, expected)
-    values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-    block = bytes(table[3, 18:36].tolist())
+    block = bytes(table[3, fmt.block_bytes : 2 * fmt.block_bytes].tolist())
     (factor,) = struct.unpack("<e", block[:2])
-    scalar = [factor * values[b & 15] for b in block[2:]] + [factor * values[b >> 4] for b in block[2:]]
-    assert decoded[3, 32:64].tolist() == pytest.approx(scalar, rel=1e-6)
+    if name == "q8_0":
+        codes = list(struct.unpack("<32b", block[2:]))
+    else:
+        values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+        if name == "q4_0":
+            values = tuple(code - 8 for code in range(16))
+        codes = [values[byte & 15] for byte in block[2:]] + [values[byte >> 4] for byte in block[2:]]
+    assert decoded[3, 32:64].tolist() == pytest.approx([factor * code for code in codes], rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

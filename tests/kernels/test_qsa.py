@@ -1,163 +1,19 @@
-"""Sparse attention behind an indexer: keys, selection and attention against scalar Python, over pages in any order."""
+"""Decodes behind an indexer: keys, selection and attention against scalar Python, over pages in any order."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from poison import DEVICE, choice, poisoned_outputs
+from poison import DEVICE, poisoned_outputs
+from qsa_world import EPS, GEOMETRIES, SCALE, Small, World, check, geometry
 
 from freetoken.kernels.checking import RELATIVE_RMS, KernelCheckError, relative_rms
-from freetoken.kernels.qsa import IndexStep, Pools, Qsa, flat_slots, reference
-from freetoken.kernels.rope_kv import reference as rope
+from freetoken.kernels.qsa import Qsa, flat_slots, reference
 from freetoken.models.config import IndexerConfig
 
 triton = pytest.importorskip("freetoken.kernels.qsa.triton", exc_type=ImportError)
-
-HEADS, KV_HEADS, SIZE, INDEX_HEADS, INDEX_SIZE, ROTATED = 4, 2, 12, 3, 10, 4
-SCALE, EPS = SIZE**-0.5, 1e-6
-
-
-@dataclass
-class Text:
-    """One request: everything about its tokens, index queries and keys ``raw [L, Hi + 1, Di]`` as projected."""
-
-    row: int
-    raw: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q: torch.Tensor
-
-
-def normed_and_rotated(row: list[float], weight: torch.Tensor, position: int, table: torch.Tensor) -> list[float]:
-    root = math.sqrt(sum(x * x for x in row) / INDEX_SIZE + EPS)
-    row = [x / root * w for x, w in zip(row, weight.tolist())]
-    half = ROTATED // 2
-    cos, sin = table[position, :half].tolist(), table[position, half:].tolist()
-    low = [row[i] * cos[i] - row[half + i] * sin[i] for i in range(half)]
-    return low + [row[half + i] * cos[i] + row[i] * sin[i] for i in range(half)] + row[ROTATED:]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Small(IndexerConfig):
-    """Temporary memory for one lane, and for two or three rows of a mask."""
-
-    gather_elements = 1
-    mask_elements = 60
-
-
-class World:
-    """Texts on shuffled pages, memory that was not written NaN; index keys are stored piece by piece."""
-
-    def __init__(
-        self, lengths: list[int], page: int, config: IndexerConfig, dtype: torch.dtype = torch.float32
-    ) -> None:
-        torch.manual_seed(sum(lengths) + page)
-        width = -(-max(lengths) // page)
-        count = 1 + len(lengths) * width
-        order = random.Random(page).sample(range(1, count), count - 1)
-        self.page, self.config = page, config
-        self.page_table = torch.zeros(len(lengths) + 1, width, dtype=torch.int32)
-        self.table = torch.randn(max(lengths), ROTATED)
-        self.norms = (torch.rand(INDEX_SIZE) + 0.5, torch.rand(INDEX_SIZE) + 0.5)
-        shapes = ((KV_HEADS, page, SIZE), (KV_HEADS, page, SIZE), (page, INDEX_SIZE))
-        pools = [torch.full((count, *shape), float("nan"), dtype=dtype) for shape in shapes]
-        self.texts = []
-        for row, length in enumerate(lengths):
-            pages = torch.tensor([order.pop() for _ in range(-(-length // page))], dtype=torch.int32)
-            self.page_table[row, : len(pages)] = pages
-            parts = ((INDEX_HEADS + 1, INDEX_SIZE), (KV_HEADS, SIZE), (KV_HEADS, SIZE), (HEADS, SIZE))
-            text = Text(row, *(torch.randn(length, *shape).to(dtype) for shape in parts))
-            for token in range(length):
-                place = (pages[token // page], slice(None), token % page)
-                pools[0][place], pools[1][place] = text.k[token], text.v[token]
-            self.texts.append(text)
-        self.pools = Pools(*(pool.to(DEVICE) for pool in pools))
-        self.rows = torch.arange(len(lengths), device=DEVICE)
-
-    def op(self, impl: str) -> Qsa:
-        return Qsa(choice("qsa", impl), self.table.to(DEVICE), self.config)
-
-    def store(self, texts: list[Text], start: list[int], end: list[int], op: Qsa, fused: bool = False) -> torch.Tensor:
-        """Keys of the tokens from ``start`` to ``end`` of each text go to their pages; the index queries of all."""
-        pieces = [torch.arange(a, b) for a, b in zip(start, end)]
-        positions = torch.cat(pieces).to(DEVICE)
-        rows = torch.cat([torch.full_like(p, t.row) for p, t in zip(pieces, texts)]).to(DEVICE)
-        table = self.page_table.to(DEVICE)
-        ratio = self.config.ratio
-        first = (positions - ratio + 1).clamp_min(0)
-        slots = flat_slots(table, rows, positions[:, None], self.page)[:, 0]
-        step = IndexStep(
-            query_lines=rope.prepare(op.table, positions, slots, self.page),
-            key_lines=rope.prepare(op.table, first, slots, self.page),
-            out_slots=slots,
-            block_slots=flat_slots(table, rows, first[:, None] + torch.arange(ratio, device=DEVICE), self.page),
-            ends=(positions + 1) % ratio == 0,
-        )
-        raw = torch.cat([t.raw[a:b].flatten(1) for t, a, b in zip(texts, start, end)]).to(DEVICE)
-        norms = tuple(weight.to(DEVICE) for weight in self.norms)
-        where = (table, rows, positions, slots)
-        return op.index(raw, self.pools.index, norms, EPS, where, step, fused)
-
-    def fill(self, op: Qsa) -> torch.Tensor:
-        """Every text: half of it as a prompt, the rest token by token beside the others; index queries of the last tokens."""
-        lengths = [len(text.q) for text in self.texts]
-        for text, length in zip(self.texts, lengths):
-            if length > 1:
-                self.store([text], [0], [length // 2], op)
-        for back in range(max(lengths) - max(lengths) // 2, 0, -1):
-            live = [text for text in self.texts if len(text.q) // 2 <= len(text.q) - back]
-            starts = [len(text.q) - back for text in live]
-            queries = self.store(live, starts, [start + 1 for start in starts], op, fused=True)
-        return queries
-
-    def attended(self, text: Text, at: int) -> list[float]:
-        """The scalar rule for the query at position ``at``, head after head."""
-        ratio, whole = self.config.ratio, (at + 1) // self.config.ratio
-        heads = [
-            normed_and_rotated(text.raw[at, h].tolist(), self.norms[0], at, self.table) for h in range(INDEX_HEADS)
-        ]
-        scores = []
-        for block in range(whole):
-            rows = text.raw[block * ratio : (block + 1) * ratio, -1].tolist()
-            mean = [sum(column) / ratio for column in zip(*rows)]
-            key = normed_and_rotated(mean, self.norms[1], block * ratio, self.table)
-            dots = [sum(a * b for a, b in zip(head, key)) for head in heads]
-            scores.append(sum(max(dot, 0.0) for dot in dots) / math.sqrt(INDEX_SIZE))
-        best = sorted(range(whole), key=lambda block: (-scores[block], block))[: self.config.blocks]
-        seen = [block * ratio + i for block in best for i in range(ratio)] + list(range(whole * ratio, at + 1))
-        out: list[float] = []
-        for head in range(HEADS):
-            kv = head // (HEADS // KV_HEADS)
-            dots = [float(text.q[at, head] @ text.k[token, kv]) * SCALE for token in seen]
-            weights = [math.exp(dot - max(dots)) for dot in dots]
-            rows = [[w * float(x) for x in text.v[token, kv]] for w, token in zip(weights, seen)]
-            out += [sum(column) / sum(weights) for column in zip(*rows)]
-        return out
-
-    def last_queries(self) -> torch.Tensor:
-        return torch.stack([text.q[-1] for text in self.texts]).to(DEVICE)
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        return torch.tensor([len(text.q) for text in self.texts], dtype=torch.int32, device=DEVICE)
-
-
-def check(actual: torch.Tensor, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(actual.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-
-
-def geometry(budget: int, ratio: int) -> IndexerConfig:
-    return IndexerConfig(num_heads=INDEX_HEADS, head_dim=INDEX_SIZE, budget=budget, ratio=ratio)
-
-
-GEOMETRIES = [geometry(8, 4), geometry(9, 3), geometry(5, 1)]
-
 
 DECODES = [("reference", page, number) for page in (1, 4, 16) for number in range(3)]
 DECODES += [("triton", 1, 0), ("triton", 16, 1), ("triton", 4, 2), ("check", 4, 0)]
@@ -179,23 +35,6 @@ def test_decodes(impl: str, page: int, number: int, monkeypatch: pytest.MonkeyPa
     if impl == "reference":
         few = Qsa(op.choice, op.table, Small(**dataclasses.asdict(config)))
         check(few.attend_decodes(world.last_queries(), index_q, world.pools, *where, 23, SCALE), expected)
-
-
-@pytest.mark.parametrize("page", [1, 4, 16])
-@pytest.mark.parametrize("config", GEOMETRIES, ids=lambda config: f"{config.budget}-{config.ratio}")
-def test_pieces(config: IndexerConfig, page: int) -> None:
-    """A whole prompt, then pieces that begin and end inside blocks, queries taken a few at a time."""
-    world = World([26], page, config)
-    (text,) = world.texts
-    expected = [world.attended(text, at) for at in range(26)]
-    op, table = world.op("reference"), world.page_table.to(DEVICE)
-    for bounds, few in (([0, 26], config), ([0, 3, 10, 11, 24, 26], Small(**dataclasses.asdict(config)))):
-        world.pools.index.fill_(float("nan"))
-        for start, end in itertools.pairwise(bounds):
-            index_q = world.store([text], [start], [end], op)
-            q = text.q[start:end].to(DEVICE)
-            out = reference.attend_piece(q, index_q, world.pools, table, world.rows, end, few, SCALE)
-            check(out, expected[start:end])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -239,10 +78,13 @@ def test_of_equal_scores_the_earlier_block_wins() -> None:
     assert selected([scores, scores], geometry(14, 2), [5, 4]) == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("split", [102, 100])
 @pytest.mark.parametrize("kind", ["any", "few values", "close"])
-def test_selection_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than a chunk has, of every order of magnitude, of few values, or apart in their last bits only."""
+def test_selection_is_exact(kind: str, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than a chunk has, of every order of magnitude, of few values, or apart in their last bits only; at once, or with
+    the long text searched in splits."""
     monkeypatch.setattr(triton, "SELECT_CHUNK", 64)
+    monkeypatch.setattr(triton, "SELECT_SPLIT", split)
     draw = torch.Generator().manual_seed(3)
     blocks, kept = 203, 50
     values = {
@@ -250,7 +92,7 @@ def test_selection_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "few values": torch.randint(0, 3, (3, blocks), generator=draw).float(),
         "close": (torch.randint(0, 40, (3, blocks), generator=draw) + 0x3F800000).to(torch.int32).view(torch.float32),
     }[kind]
-    lengths = [2 * blocks + 1, 2 * kept + 2, 2 * 77]
+    lengths = [2 * blocks + 1, 2 * kept + 2, 2 * 199]
     ours = selected(values.tolist(), geometry(2 * kept, 2), lengths)
     for row, length, listed in zip(values.tolist(), lengths, ours):
         whole = length // 2
@@ -287,7 +129,7 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(triton, "index", wrong)
             with pytest.raises(KernelCheckError, match=message):
-                world.store(world.texts, [8, 19], [9, 20], op, fused=True)
+                world.store(world.texts, [8, 19], [9, 20], op)
 
 
 @pytest.mark.gpu
@@ -320,7 +162,7 @@ def test_on_a_gpu_replays_follow_the_lengths() -> None:
 
     def step() -> torch.Tensor:
         where = (table, world.rows, positions, slots)
-        index_q = op.index(raw, world.pools.index, norms, EPS, where, None, True)
+        index_q = op.index(raw, world.pools.index, norms, EPS, where, None)
         return op.attend_decodes(q, index_q, world.pools, table, world.rows, lengths, table.shape[1] * 16, SCALE)
 
     def place(token: int) -> None:
@@ -345,5 +187,5 @@ def test_on_a_gpu_replays_follow_the_lengths() -> None:
             assert bool(captured.isfinite().all()) and torch.equal(captured, step())
             checked = world.op("check")
             where = (table, world.rows, lengths, table.shape[1] * 16)
-            index_q = op.index(raw, world.pools.index, norms, EPS, (table, world.rows, positions, slots), None, True)
+            index_q = op.index(raw, world.pools.index, norms, EPS, (table, world.rows, positions, slots), None)
             checked.attend_decodes(q, index_q, world.pools, *where, SCALE)

@@ -225,6 +225,12 @@ SEEDS: dict[str, dict[str, Any]] = {
         "arch": "qwen3", "quant": "q2_0_g128", "num_layers": 1, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128,
         "hadamard": 128, "tied": True,
     },
+    "n-grams": {
+        "arch": "qwen4_exp", "quant": "q8_0", "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "num_layers": 2,
+        "layer_pattern": "lf", "linear_value_dim": 32, "linear_value_heads": 2, "num_experts": 2, "expert_size": 32,
+        "shared_size": 32, "streams": 2, "hyper_rank": 32, "ple_layers": "1", "ple_width": 128, "ngram_base": 20,
+        "index_heads": 1, "mtp": 1,
+    },
 }  # fmt: skip
 
 
@@ -272,7 +278,7 @@ def test_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
 def test_ten_thousand_mutated_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    """Over the three kinds of file."""
+    """Over the kinds of file."""
     read, refused, peak = mutate_and_open(name, 3400, 3399, 4, tmp_path)
     assert read > 200 and refused > 1000
     assert 0 < peak < 16 * 2**20

@@ -146,17 +146,20 @@ def write_gguf(path: Path, data: np.ndarray, kind: str, name: str = "per_layer_t
     return GGUFFile.open(path)
 
 
-def test_a_gguf_holds_one_packed_table(tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).integers(0, 256, (ROWS, 18), dtype=np.uint8)
-    source = find_gguf_table(write_gguf(tmp_path / "x.gguf", rows, "IQ4_NL"), WIDE)
-    assert (source.format, source.width, source.row_bytes, source.scale) == ("iq4_nl", 32, 18, 1.0)
+@pytest.mark.parametrize(("kind", "size"), [("IQ4_NL", 18), ("Q4_0", 18), ("Q8_0", 34)])
+def test_a_gguf_holds_one_packed_table(kind: str, size: int, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).integers(0, 256, (ROWS, size), dtype=np.uint8)
+    source = find_gguf_table(write_gguf(tmp_path / "x.gguf", rows, kind), WIDE)
+    assert (source.format, source.width, source.row_bytes, source.scale) == (kind.lower(), 32, size, 1.0)
     assert np.array_equal(read_back(source), rows)
 
 
 def test_ggufs_that_are_refused(tmp_path: Path) -> None:
-    rows = np.zeros((ROWS, 34), dtype=np.uint8)
-    with pytest.raises(StartupError, match="type Q8_0, which a table cannot have"):
-        find_gguf_table(write_gguf(tmp_path / "a.gguf", rows, "Q8_0"), WIDE)
+    rows = np.zeros((ROWS, 22), dtype=np.uint8)
+    with pytest.raises(
+        StartupError, match="type Q5_0, which a table cannot have; F32, F16, BF16, IQ4_NL, Q4_0, Q8_0 it"
+    ):
+        find_gguf_table(write_gguf(tmp_path / "a.gguf", rows, "Q5_0"), WIDE)
     file = write_gguf(tmp_path / "b.gguf", rows[1:, :18], "IQ4_NL")
     with pytest.raises(StartupError, match=r"shape \[4063, 32\], but the config asks for \[4064, 32\]"):
         find_gguf_table(file, WIDE)

@@ -65,7 +65,13 @@ REFUSED: list[tuple[str, str]] = [
     ("--format gguf --quant q2_0 --arch qwen3_5 --linear-value-dim 8", "--linear-value-dim is 32"),
     ("--format gguf --hadamard 128", "--hadamard 128 does not divide --hidden-size, which is 64"),
     ("--format gguf --hadamard 24", "--hadamard must be a power of two"),
-    ("--format gguf --arch qwen3_moe", "--format gguf holds"),
+    ("--format gguf --fp8", "--format gguf is without --fp8"),
+    ("--format gguf --arch qwen3_moe --sparse-step 2", "without --sparse-step and --dense-layers"),
+    ("--format gguf --arch qwen4_exp --hadamard 16", "--hadamard is not for --arch qwen4_exp"),
+    ("--format gguf --arch qwen4_exp --output-gate silu", "has no --output-gate but sigmoid"),
+    ("--format gguf --arch qwen4_exp --ple-layers 1,2", "one n-gram table, but --ple-layers is '1,2'"),
+    ("--format gguf --arch qwen4_exp --quant q8_0", "multiple of 32, but --expert-size is 24"),
+    ("--arch qwen4_exp --table-quant q5_0", "--table-quant must be one of"),
     ("--quant q4_0", "needs --format gguf"),
     ("--pre nonsense", "--pre must be one of"),
     ("--num-layers 0", "--num-layers must be at least 1, not 0"),
@@ -105,8 +111,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"llama.rope.scaling.type": "linear"}, "rope.scaling.factor' is missing"),
     ({"llama.expert_count": 8}, "expert_count' is 8, which is not served"),
     ({"llama.block_count": 2**31}, "num_hidden_layers"),
-    ({"llama.block_count": 2}, "lacks tensor 'model.layers.1"),
-    ({"general.architecture": "qwen4exp"}, "architecture 'qwen4exp' is not served; llama, qwen3, qwen35 are"),
+    ({"llama.block_count": 2}, "lacks tensor 'blk.1.attn_q.weight' and 8 more"),
+    (
+        {"general.architecture": "qwen2moe"},
+        "architecture 'qwen2moe' is not served; llama, qwen3, qwen3moe, qwen35, qwen35moe, qwen4exp are",
+    ),
 ]
 
 

@@ -31,10 +31,10 @@ WIDE = replace(SMALL, embed_dim=128)
 def checkpoint(folder: Path, fmt: str) -> TableSource:
     """A table of random rows on disk, in shards over several files (packed: one tensor of one file)."""
     made = random_table(fmt, "gpu", 4064, 32, dtype=DTYPE, device=torch.device("cpu"), seed=1)
-    if fmt == "iq4_nl":
+    if FORMATS[fmt].block > 1:
         path = folder / "packed.bin"
         path.write_bytes(b"12345678" + made.stored.numpy().tobytes())
-        return TableSource(fmt, 4064, 32, 18, 1.0, (Shard(path, 8, 4064),))
+        return TableSource(fmt, 4064, 32, made.stored.shape[1], 1.0, (Shard(path, 8, 4064),))
     kind = {"bf16": torch.bfloat16, "f8_e4m3": torch.float8_e4m3fn, "f32": torch.float32}[fmt]
     tensors = table_tensors(WIDE, made.stored.view(kind), 16, scale=0.125 if fmt == "f8_e4m3" else None)
     return find_tables(index_folder(write_folder(folder, tensors, 3)), WIDE)[0]
@@ -68,7 +68,7 @@ def step_ids(tokens: list[list[int]], contexts: list[list[int]]) -> StepIds:
 TOKENS, CONTEXTS = [[3, 4, 7, 5, 6, 8], [2, 7, 11], [9]], [[7, 7], [21, 22], [31, 7]]
 
 
-@pytest.mark.parametrize("fmt", ["f8_e4m3", "bf16", "f32", "iq4_nl"])
+@pytest.mark.parametrize("fmt", ["f8_e4m3", "bf16", "f32", "iq4_nl", "q4_0", "q8_0"])
 def test_the_three_agree(tmp_path: Path, fmt: str) -> None:
     """And with the rows as another reading of the file decodes them."""
     source = checkpoint(tmp_path, fmt)
@@ -193,7 +193,7 @@ def test_random_rows_are_finite_and_repeat(fmt: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", ["f8_e4m3", "iq4_nl"])
+@pytest.mark.parametrize("fmt", ["f8_e4m3", "iq4_nl", "q8_0"])
 def test_a_page_locked_table_in_a_graph(fmt: str) -> None:
     """The side stream forks and joins inside the capture; replays see fresh ids."""
     table = random_table(fmt, "pinned", 5000, 160, dtype=torch.bfloat16, device=DEVICE, seed=4)

@@ -42,6 +42,7 @@ NAMES = (
     "ple_mix",
     "hyper_mix",
     "qsa",
+    "qsa_pieces",
     "pq2_gemv",
     "pq2_quantise",
     "rotated_norm",

@@ -114,7 +114,7 @@ def shipped(tokens: int, shapes: Iterable[Shape] = SHAPES) -> Settings:
     return {(n, k): pick_config(n, k, tokens, capability) for n, k in shapes}
 
 
-def chain_figures(chain: Chain, bandwidth: float, token_counts: Iterable[int] = (1, 8)) -> list[dict[str, Any]]:
+def chain_figures(chain: Chain, bandwidth: float, token_counts: Iterable[int] = (1, 8, 32)) -> list[dict[str, Any]]:
     """The chain with the shipped settings: as launched in serving, launched plainly, and with quantisers between."""
     found = []
     bound = chain.nbytes / bandwidth * 1e3
@@ -296,7 +296,7 @@ def summary(found: list[dict[str, Any]]) -> list[str]:
     """The products' figures as a short table, shapes by token counts: microseconds and share of the roof; then the chains."""
     rows = {(item["n"], item["k"], item["tokens"]): item for item in found if item["what"] == "op pq2_gemv"}
     lines = []
-    shown = [tokens for tokens in (1, 2, 4, 8, 16) if any(key[2] == tokens for key in rows)]
+    shown = [tokens for tokens in (1, 2, 4, 8, 16, 32) if any(key[2] == tokens for key in rows)]
     if rows:
         lines.append(f"{'us (share)':>15} " + " ".join(f"{f'M={tokens}':>14}" for tokens in shown))
     for n, k in dict.fromkeys((n, k) for n, k, _ in rows):

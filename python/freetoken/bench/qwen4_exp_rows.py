@@ -1,4 +1,5 @@
-"""Rows of ``bench.ops`` for what only ``qwen4_exp`` has, in its published geometry: hyper-connections, decodes behind an indexer."""
+"""Rows of ``bench.ops`` for what only ``qwen4_exp`` has, in its published geometry: hyper-connections, decodes and pieces of prompts behind an
+indexer."""
 
 from __future__ import annotations
 
@@ -89,4 +90,68 @@ def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
             seen = min(depth, config.visible) * 2 * kv_heads * width + depth // config.ratio * config.head_dim
             shape = {"requests": requests, "depth": depth}
             cases.append(Case(shape, fused, plain, float(requests * seen * element), model=MODEL))
+    return cases
+
+
+class Piece:
+    """Inputs of attention over a piece of ``tokens`` at ``depth`` of a text: queries that choose independently of each other, or
+    (``alike``) much as their neighbours do."""
+
+    def __init__(self, device: str, dtype: Any, tokens: int, depth: int, alike: bool) -> None:
+        from freetoken.kernels.qsa import Pools
+
+        small = device == "cpu"
+        self.config = config = TINY if small else PUBLISHED
+        self.heads, self.kv_heads, self.width = (4, 2, 16) if small else (HEADS, KV_HEADS, HEAD_DIM)
+        self.tokens, self.length = tokens, depth + tokens
+        pages = self.length // PAGE + 2
+        shape = (pages, self.kv_heads, PAGE, self.width)
+        k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+        self.pools = Pools(k, v, torch.randn(pages, PAGE, config.head_dim, device=device).to(dtype))
+        self.where = (
+            torch.randperm(pages, device=device).int().view(1, -1),
+            torch.zeros(1, dtype=torch.int64).to(device),
+        )
+        self.positions = torch.arange(depth, self.length, device=device)
+        self.q = torch.randn(tokens, self.heads, self.width, device=device).to(dtype)
+        index_q = torch.randn(tokens, config.num_heads, config.head_dim, device=device)
+        if alike:
+            index_q = 0.3 * index_q + index_q[torch.arange(tokens, device=device) // 64 * 64]
+        self.index_q = index_q.to(dtype)
+        self.scale = self.width**-0.5
+
+    @property
+    def flops(self) -> float:
+        """Of scores with all whole blocks, and of products with the tokens that are seen."""
+        ends = range(self.length - self.tokens + 1, self.length + 1)
+        seen = sum(min(end, self.config.visible) for end in ends)
+        scored = sum(end // self.config.ratio for end in ends)
+        index = self.config.num_heads * self.config.head_dim
+        return 4.0 * seen * self.heads * self.width + 2.0 * scored * index
+
+    @property
+    def bytes(self) -> float:
+        """Queries and outputs, and each key and value of the text once."""
+        keys = self.length * 2 * self.kv_heads * self.width + self.length // self.config.ratio * self.config.head_dim
+        return float(self.q.element_size() * (2 * self.q.numel() + self.index_q.numel() + keys))
+
+
+def qsa_piece_cases(device: str, sizes: Sizes) -> list[Case]:
+    """A piece of a prompt at several depths. The roof counts products with selected tokens alone, and each key and value once."""
+    from freetoken.kernels.qsa import Qsa
+
+    tokens, depths = (9, (0, 31)) if device == "cpu" else (2048, (0, 6144, 14336))
+    cases = []
+    for depth, alike in (*((depth, 0) for depth in depths), (depths[-1], 1)):
+        piece = Piece(device, sizes.dtype, tokens, depth, bool(alike))
+        rotary = torch.empty(0, 2, device=device)
+        ops = [Qsa(Choice("qsa", "", impl, "benchmark"), rotary, piece.config) for impl in ("triton", "reference")]
+        plan = ops[0].plan((tokens,), (piece.length,), 0, piece.pools.k, piece.heads)
+
+        def call(op: Qsa, own: Piece = piece, plan: Any = plan) -> Callable[[], Tensors]:
+            text = (own.pools, *own.where, own.positions, plan, own.scale)
+            return lambda: (op.attend_pieces(own.q, own.index_q, *text),)
+
+        shape = {"tokens": tokens, "depth": depth, "alike": alike}
+        cases.append(Case(shape, call(ops[0]), call(ops[1]), piece.bytes, piece.flops, model=MODEL, calls=4))
     return cases

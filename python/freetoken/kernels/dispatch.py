@@ -81,7 +81,7 @@ OPS: tuple[Op, ...] = (
     Op("ple_hash", "FREETOKEN_PLE_FUSED_HASH"),
     Op("ple_mix", "FREETOKEN_PLE_FUSED_MIX"),
     Op("hyper_mix", "FREETOKEN_HYPER_FUSED_MIX"),
-    Op("qsa", "FREETOKEN_QSA_FUSED_DECODE"),
+    Op("qsa", "FREETOKEN_QSA_FUSED"),
 )
 
 _BY_NAME = {op.name: op for op in OPS}

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from freetoken.errors import StartupError
-from freetoken.loader.gguf import GGUFFile, GGUFTensor
+from freetoken.loader.gguf import GGUFFile, GGUFTensor, shown_name
 from freetoken.loader.gguf_config import hf_config_from_gguf, mtp_blocks
+from freetoken.loader.gguf_names import HEAD, ROPE_FACTORS, SHARED_GATE, gguf_tensors, is_gguf_mtp
+from freetoken.loader.gguf_qwen4_exp import check_constants
 from freetoken.loader.hadamard import Hadamard, read_hadamard
 from freetoken.loader.names import (
     DECODABLE_TYPES,
     MTP,
     PACKABLE_TYPES,
-    ROPE_FACTORS,
     SCALE_SUFFIX,
     STACKED_DOWN,
     STACKED_GATE_UP,
-    canonical_name,
     expected_tensors,
-    is_gguf_mtp,
     is_ignorable,
     is_scale,
     scale_name,
@@ -53,7 +53,7 @@ class Checkpoint:
 
     ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file. ``hf_config`` is the configuration
     dictionary after overrides, with the keys of a ``text_config`` at the top (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
-    (canonical name to place in a safetensors file) or ``gguf_names`` (canonical name to name in the GGUF), both empty for
+    (canonical name to place in a safetensors file) or ``gguf_names`` (name of a tensor or of a part of one, see :mod:`freetoken.loader.gguf_names`, to name in the GGUF), both empty for
     the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
     tower, multi-token prediction) by the name of the part; they are not read. ``hadamard`` is the rotation of a GGUF's weights.
     ``scales`` are block scales by canonical name that are needed only to dequantise tensors that the model does not hold in FP8.
@@ -255,6 +255,8 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
     model = parse_hf_config(config, None, path.stem, source=str(path))
     # Converters store the norm weights of hybrid models as they are used.
     model = dataclasses.replace(model, zero_centred_norm=False)
+    if model.ple is not None:
+        check_constants(file, model.ple)
     names: dict[str, str] = {}
     aside: dict[str, list[StoredTensor | GGUFTensor]] = {}
     if weights or any(tensor.type_name in PACKABLE_TYPES for tensor in file.tensors.values()):
@@ -281,34 +283,31 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
 def _select_gguf(
     file: GGUFFile, model: ModelConfig
 ) -> tuple[dict[str, str], dict[str, list[StoredTensor | GGUFTensor]]]:
-    """Canonical name to GGUF name of the expected tensors, in file order, and tensors of parts that are not served."""
-    expected = expected_tensors(model)
-    hybrid = bool(model.layer_types)
+    """Name of the part to GGUF name of the expected tensors, in file order, and tensors of parts that are not served."""
+    expected = gguf_tensors(model, file.tensors)
     blocks = model.num_layers + mtp_blocks(file)
     names: dict[str, str] = {}
     aside: dict[str, list[StoredTensor | GGUFTensor]] = {}
     for source, tensor in file.tensors.items():
         if source == ROPE_FACTORS or (source == GGUF_TABLE and model.ple is not None):
             continue
-        if hybrid and is_gguf_mtp(source, model, blocks):
+        if model.layer_types and is_gguf_mtp(source, model, blocks):
             aside.setdefault(MTP, []).append(tensor)
             continue
-        name = canonical_name(source, hybrid)
-        if name is None or name not in expected:
-            if name is not None and is_ignorable(name, model):
+        if source not in expected:
+            if source == HEAD and model.tie_word_embeddings:
                 continue
             raise StartupError(
-                f"{file.path}: tensor {source!r} is not part of a {model.architecture} with these metadata"
+                f"{file.path}: tensor {shown_name(source)} is not part of a {model.architecture} with these metadata"
             )
         if tensor.type_name not in DECODABLE_TYPES and tensor.type_name not in PACKABLE_TYPES:
             raise StartupError(f"{file.path}: tensor {source!r} has type {tensor.type_name}, which is not served")
-        shape = expected[name]
-        # Converters drop the axis of one channel a group.
-        _check_shape(
-            file.path, source, tensor.shape, (shape[0], shape[2]) if name.endswith(".conv1d.weight") else shape
-        )
+        name, shape = expected[source]
+        # Some writers drop the axis of its one row.
+        flat = name.endswith(SHARED_GATE) and len(tensor.shape) == 1
+        _check_shape(file.path, source, tensor.shape, shape[1:] if flat else shape)
         names[name] = source
-    _check_complete(file.path, expected, names)
+    _check_complete(file.path, expected, file.tensors)
     return names, aside
 
 
@@ -317,7 +316,7 @@ def _check_shape(path: Path, name: str, shape: tuple[int, ...], expected: tuple[
         raise StartupError(f"{path}: tensor {name!r} has shape {list(shape)}, but the config asks for {list(expected)}")
 
 
-def _check_complete(path: Path, expected: dict[str, tuple[int, ...]], found: dict[str, Any]) -> None:
+def _check_complete(path: Path, expected: Iterable[str], found: Container[str]) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

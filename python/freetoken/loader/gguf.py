@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -127,6 +128,13 @@ class GGUFTensor:
         """Stored bytes of one row (the last axis)."""
         return stored_bytes(self.shape[-1:], self.packing)
 
+    def entries(self) -> Iterator[GGUFTensor]:
+        """Each entry of the first axis as a tensor of its own, by the same name."""
+        shape = self.shape[1:]
+        size = stored_bytes(shape, self.packing)
+        for index in range(self.shape[0]):
+            yield replace(self, shape=shape, offset=self.offset + index * size)
+
 
 def stored_bytes(shape: tuple[int, ...], packing: TensorType) -> int:
     """Bytes of a tensor of ``shape`` whose rows are whole blocks of ``packing``."""
@@ -202,9 +210,10 @@ class GGUFFile:
         tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata))
         return cls(path, version, metadata, tensors, data)
 
-    def raw(self, name: str) -> np.ndarray:
-        """The stored bytes of tensor ``name`` as a read-only uint8 view of the mapped file."""
-        tensor = self.tensors[name]
+    def raw(self, tensor: str | GGUFTensor) -> np.ndarray:
+        """The stored bytes of a tensor, by its name or its place, as a read-only uint8 view of the mapped file."""
+        if isinstance(tensor, str):
+            tensor = self.tensors[tensor]
         return self._data[tensor.offset : tensor.offset + tensor.nbytes]
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from freetoken.errors import StartupError
 from freetoken.loader.gguf import GGUFFile
-from freetoken.loader.names import ROPE_FACTORS
+from freetoken.loader.gguf_keys import HF_CLASS, Keys
+from freetoken.loader.gguf_names import EMBEDDING, HEAD, ROPE_FACTORS
+from freetoken.loader.gguf_qwen4_exp import ARCHITECTURE as QWEN4_EXP
+from freetoken.loader.gguf_qwen4_exp import qwen4_exp_config
 from freetoken.models.config import FULL_ATTENTION, LINEAR_ATTENTION
 
-HF_CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen35": "Qwen3_5ForCausalLM"}
-HYBRID = "qwen35"
+HYBRIDS = ("qwen35", "qwen35moe", QWEN4_EXP)
+MIXTURES, SHARED = ("qwen3moe", "qwen35moe", QWEN4_EXP), ("qwen35moe", QWEN4_EXP)
 # Control tokens that end a turn or a text under any tokenizer that has them, beside the ids that the file names.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 CONTROL = 3
+SOFTMAX = 1
+"""The number by which files name a softmax over the logits of a router."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _FILE_DTYPES = {0: "float32", 1: "float16"}
 
@@ -27,25 +31,25 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     The vocabulary counts embedding rows, embeddings are tied when ``output.weight`` is absent, and the divisors in
     ``rope_freqs.weight`` become ``rope_scaling`` of type ``factors``. Raises :class:`StartupError` naming the key.
     """
-    keys = _Keys(file)
+    keys = Keys(file)
     parts = file.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         keys.fail(f"one of {parts} split files, which are not served; merge them into one")
     hidden_size = keys.integer("embedding_length")
     heads = keys.integer("attention.head_count")
-    embedding = file.tensors.get("token_embd.weight")
+    embedding = file.tensors.get(EMBEDDING)
     if embedding is None:
-        keys.fail("tensor 'token_embd.weight' is missing")
+        keys.fail(f"tensor {EMBEDDING!r} is missing")
     head_dim = keys.integer("attention.key_length", hidden_size // heads if heads else 0)
     if not head_dim:
         keys.fail(f"metadata key '{keys.prefix}.attention.key_length' must be at least 1")
-    hybrid = keys.prefix == HYBRID
+    hybrid, mixture = keys.prefix in HYBRIDS, keys.prefix in MIXTURES
     for key in ("attention.value_length", *(() if hybrid else ("rope.dimension_count",))):
         if keys.integer(key, head_dim) != head_dim:
             keys.fail(
                 f"metadata key '{keys.prefix}.{key}' must equal the head size {head_dim}, not {keys.integer(key)}"
             )
-    for key in ("expert_count", "attention.sliding_window"):
+    for key in ("attention.sliding_window", *(() if mixture else ("expert_count",))):
         if keys.integer(key, 0):
             keys.fail(f"metadata key '{keys.prefix}.{key}' is {keys.integer(key)}, which is not served")
     config = {
@@ -56,31 +60,37 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": keys.integer("feed_forward_length"),
+        "intermediate_size": None if mixture else keys.integer("feed_forward_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys),
         "max_position_embeddings": keys.integer("context_length"),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "tie_word_embeddings": HEAD not in file.tensors,
         "attention_bias": any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "k", "v", "output")),
         "mlp_bias": any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down")),
         "torch_dtype": _dtype(file),
         "bos_token_id": _token_id(keys, "bos_token_id"),
         "eos_token_id": _end_ids(keys),
     }
-    return config | _hybrid_config(keys, head_dim) if hybrid else config
+    if hybrid:
+        config |= _hybrid_config(keys, head_dim)
+    if mixture:
+        config |= _moe_config(keys)
+    if keys.prefix == QWEN4_EXP:
+        config |= qwen4_exp_config(keys, _layer_types(keys, config))
+    return config
 
 
 def mtp_blocks(file: GGUFFile) -> int:
     """How many of the last blocks are for multi-token prediction, which are not part of the model itself."""
-    keys = _Keys(file)
+    keys = Keys(file)
     count, blocks = keys.integer("nextn_predict_layers", 0), keys.integer("block_count")
     if count >= blocks and count:
         keys.fail(f"metadata key '{keys.prefix}.nextn_predict_layers' is {count}, but there are {blocks} blocks in all")
     return count
 
 
-def _hybrid_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _hybrid_config(keys: Keys, head_dim: int) -> dict[str, Any]:
     """What ``qwen35`` has beside the rest, and keys that mean something else in it."""
     layers = keys.integer("block_count") - mtp_blocks(keys.file)
     heads, width = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
@@ -117,52 +127,38 @@ def _hybrid_config(keys: _Keys, head_dim: int) -> dict[str, Any]:
     return config
 
 
-class _Keys:
-    """Typed reads of the keys under the architecture's prefix."""
+def _layer_types(keys: Keys, config: dict[str, Any]) -> list[str]:
+    """The kind of each layer that ``config`` means."""
+    listed: list[str] | None = config.get("layer_types")
+    if listed is not None:
+        return listed
+    interval = config["full_attention_interval"]
+    if interval < 1:
+        keys.fail(f"metadata key '{keys.prefix}.full_attention_interval' must be at least 1")
+    return [
+        LINEAR_ATTENTION if (layer + 1) % interval else FULL_ATTENTION for layer in range(config["num_hidden_layers"])
+    ]
 
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        architecture = file.metadata.get("general.architecture")
-        if not isinstance(architecture, str):
-            self.fail("metadata key 'general.architecture' is missing")
-        if architecture not in HF_CLASS:
-            self.fail(f"architecture {architecture[:40]!r} is not served; {', '.join(HF_CLASS)} are")
-        self.prefix = architecture
 
-    def fail(self, problem: str) -> NoReturn:
-        raise StartupError(f"{self.file.path}: {problem}")
-
-    def get(self, key: str) -> Any:
-        """The value of ``key``; a list of one value for every layer counts as that value when all are the same."""
-        value = self.file.metadata.get(f"{self.prefix}.{key}")
-        if isinstance(value, np.ndarray):
-            distinct = np.unique(value)
-            if len(distinct) != 1:
-                self.fail(f"metadata key '{self.prefix}.{key}' differs between layers, which is not served")
-            return distinct[0].item()
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            self.fail(f"metadata key '{self.prefix}.{key}' is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            self.fail(f"metadata key '{self.prefix}.{key}' must be an integer, not {type(value).__name__}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            self.fail(f"metadata key '{self.prefix}.{key}' is missing")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self.fail(f"metadata key '{self.prefix}.{key}' must be a number, not {type(value).__name__}")
-        # Stored as float32; the shortest decimal that rounds to it is what the model's author wrote (1e-05, say).
-        with np.errstate(over="ignore"):
-            return float(str(np.float32(value)))
+def _moe_config(keys: Keys) -> dict[str, Any]:
+    """Experts. Their weights are always normalised, unless the file says otherwise: there is no other form without a key."""
+    for key, served in (("leading_dense_block_count", 0), ("expert_gating_func", SOFTMAX), ("expert_group_count", 1)):
+        if keys.integer(key, served) not in (0, served):
+            keys.fail(f"metadata key '{keys.prefix}.{key}' is {keys.integer(key)}, but only {served} is served")
+    if keys.number("expert_weights_scale", 1.0) != 1.0:
+        keys.fail(f"metadata key '{keys.prefix}.expert_weights_scale' is not 1, which is not served")
+    normalised = keys.get("expert_weights_norm")
+    if normalised is not None and not isinstance(normalised, bool):
+        keys.fail(f"metadata key '{keys.prefix}.expert_weights_norm' must be a boolean")
+    config: dict[str, Any] = {
+        "num_experts": keys.positive("expert_count"),
+        "num_experts_per_tok": keys.positive("expert_used_count"),
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "norm_topk_prob": normalised is not False,
+    }
+    if keys.prefix in SHARED:
+        config["shared_expert_intermediate_size"] = keys.positive("expert_shared_feed_forward_length")
+    return config
 
 
 def _dtype(file: GGUFFile) -> str:
@@ -170,7 +166,7 @@ def _dtype(file: GGUFFile) -> str:
     return _FILE_DTYPES.get(kind, "bfloat16") if isinstance(kind, int) else "bfloat16"
 
 
-def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
+def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type")
     factors = keys.file.tensors.get(ROPE_FACTORS)
     if factors is not None:
@@ -201,12 +197,12 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
     return scaling
 
 
-def _token_id(keys: _Keys, key: str) -> int | None:
+def _token_id(keys: Keys, key: str) -> int | None:
     value = keys.file.metadata.get(f"tokenizer.ggml.{key}")
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _end_ids(keys: _Keys) -> list[int]:
+def _end_ids(keys: Keys) -> list[int]:
     ids = [token for key in _END_KEYS if (token := _token_id(keys, key)) is not None]
     tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
     types = keys.file.metadata.get("tokenizer.ggml.token_type")

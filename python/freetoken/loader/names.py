@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from freetoken.models.config import (
@@ -48,65 +47,6 @@ DECODABLE_TYPES = frozenset(
 )
 # GGUF types that can stay packed, with the elements that share a scale.
 PACKABLE_TYPES = {"PQ2_0": 128, "PTQ1_0": 128, "Q2_0": 64, "Q2_0_G128": 128}
-
-_GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_GGUF_ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_LAYER = {
-    f"{source}.{kind}": f"{name}.{kind}" for source, name in _GGUF_ATTENTION.items() for kind in ("weight", "bias")
-}
-_GGUF_DENSE = _GGUF_LAYER | {"ffn_norm.weight": "post_attention_layernorm.weight"}
-_GGUF_HYBRID = _GGUF_LAYER | {
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
-    "attn_gate.weight": "linear_attn.in_proj_z.weight",
-    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
-    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
-    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_norm.weight": "linear_attn.norm.weight",
-    "ssm_out.weight": "linear_attn.out_proj.weight",
-}
-_GGUF_MTP = re.compile(r"nextn\.(eh_proj|enorm|hnorm|shared_head_norm|shared_head_head|embed_tokens)\.weight")
-_GGUF_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
-ROPE_FACTORS = "rope_freqs.weight"
-
-
-def canonical_name(gguf_name: str, hybrid: bool = False) -> str | None:
-    """The Hugging Face name of tensor ``gguf_name``, or ``None`` when it is not part of a served model.
-
-    ``hybrid`` says that the file holds linear-attention layers (``qwen35``).
-    """
-    if gguf_name in _GGUF_TOP:
-        return _GGUF_TOP[gguf_name]
-    match = _GGUF_BLOCK.fullmatch(gguf_name)
-    if match is None:
-        return None
-    leaf = (_GGUF_HYBRID if hybrid else _GGUF_DENSE).get(match[2])
-    return None if leaf is None else f"model.layers.{int(match[1])}.{leaf}"
-
-
-def is_gguf_mtp(gguf_name: str, model: ModelConfig, blocks: int) -> bool:
-    """Whether ``gguf_name`` belongs to a block of multi-token prediction: those from ``model.num_layers`` to ``blocks``."""
-    match = _GGUF_BLOCK.fullmatch(gguf_name)
-    if match is None or not model.num_layers <= int(match[1]) < blocks:
-        return False
-    return match[2] in _GGUF_HYBRID or _GGUF_MTP.fullmatch(match[2]) is not None
 
 
 def stored_name(name: str) -> str:

@@ -43,10 +43,12 @@ def layout(name: str, source: str, model: ModelConfig, hadamard: Hadamard | None
 def plan_packing(
     file: GGUFFile, names: dict[str, str], model: ModelConfig, hadamard: Hadamard | None
 ) -> PackedWeights | None:
-    """What stays packed of the tensors ``names`` (canonical to GGUF name), ``None`` when nothing does.
+    """What stays packed of the tensors ``names`` (canonical to GGUF name), ``None`` when nothing does, as in a model with experts.
 
     Matrices that a layer merges stay packed together or not at all. The rest is decoded and turned back at load.
     """
+    if model.moe is not None:
+        return None
     groups: dict[str, int] = {}
     rotated: set[str] = set()
     for merged in merged_projections(model):

@@ -25,8 +25,9 @@ GGUF_TABLE = "per_layer_token_embd.weight"
 _SHARD = re.compile(r"ngram_embedding\.shard_(\d{1,9})\.weight")
 _WHOLE, _SCALE = "ngram_embedding.weight", "ngram_embedding.weight_scale"
 _SCALES = (_SCALE, "ngram_embedding.weight_scale_inv")
-# What a checkpoint calls the types of a table: the name of its row format and the bytes of a block.
-_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "f8_e4m3", "IQ4_NL": "iq4_nl"}
+# What files call the types of a table: the name of its row format.
+_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "f8_e4m3"}
+_GGUF_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "IQ4_NL": "iq4_nl", "Q4_0": "q4_0", "Q8_0": "q8_0"}
 _SCALE_TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -184,18 +185,20 @@ def _read(tensor: StoredTensor, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def find_gguf_table(file: GGUFFile, config: PleConfig) -> TableSource:
-    """The one table of a GGUF file: a plain or IQ4_NL tensor of all rows."""
+    """The one table of a GGUF file: a tensor of all rows, in a type that rows are looked up in."""
     if len(config.layers) != 1:
         raise StartupError(f"{file.path}: {len(config.layers)} layers have n-gram tables, but a GGUF file holds one")
     tensor = file.tensors.get(GGUF_TABLE)
     if tensor is None:
         raise StartupError(f"{file.path} lacks tensor {GGUF_TABLE!r}")
-    if tensor.type_name not in _FORMATS:
-        raise StartupError(f"{file.path}: tensor {GGUF_TABLE!r} has type {tensor.type_name}, which a table cannot have")
+    if tensor.type_name not in _GGUF_FORMATS:
+        raise StartupError(
+            f"{file.path}: tensor {GGUF_TABLE!r} has type {tensor.type_name}, which a table cannot have; {', '.join(_GGUF_FORMATS)} it can"
+        )
     shape = (config.table_rows(0), config.row_width)
     if tensor.shape != shape:
         raise StartupError(
             f"{file.path}: tensor {GGUF_TABLE!r} has shape {list(tensor.shape)}, but the config asks for {list(shape)}"
         )
     shard = Shard(file.path, tensor.offset, shape[0])
-    return TableSource(_FORMATS[tensor.type_name], *shape, tensor.row_bytes, 1.0, (shard,))
+    return TableSource(_GGUF_FORMATS[tensor.type_name], *shape, tensor.row_bytes, 1.0, (shard,))

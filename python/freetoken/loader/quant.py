@@ -72,7 +72,7 @@ def unpack_planes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _chunks(file: GGUFFile, tensor: GGUFTensor, order: np.ndarray | None, elements: int) -> Iterator[np.ndarray]:
     """Copies of some stored rows after the other, in the order ``order`` of rows, or as they are."""
-    rows = file.raw(tensor.name).reshape(-1, tensor.row_bytes)
+    rows = file.raw(tensor).reshape(-1, tensor.row_bytes)
     step = max(1, elements // tensor.shape[-1])
     for start in range(0, rows.shape[0], step):
         yield np.array(rows[start : start + step]) if order is None else rows[order[start : start + step]]

@@ -11,7 +11,8 @@ import torch
 from freetoken.errors import StartupError
 from freetoken.kernels.hadamard.reference import unrotate
 from freetoken.loader.checkpoint import Checkpoint
-from freetoken.loader.gguf import GGUFTensor
+from freetoken.loader.gguf import GGUFFile, GGUFTensor
+from freetoken.loader.gguf_names import EXPERTS, SHARED_GATE
 from freetoken.loader.names import FP8_BLOCK, keeps_float32, scale_name
 from freetoken.loader.packing import Layout, layout
 from freetoken.loader.safetensors import FP8_DTYPE, StoredTensor
@@ -35,7 +36,7 @@ def stream_tensors(
 
     Those that a model keeps in float32 are yielded in it, those that it holds in FP8 as they are stored. Matrices of a GGUF go to ``device`` in pieces. A packed matrix
     ``NAME.weight`` comes as two tensors, ``NAME.codes`` (uint8 ``[N, K/4]``) and ``NAME.scales`` (float16 ``[N, K/group]``). A tied
-    ``lm_head.weight`` is not yielded. Files are mapped and only one tensor is held here at a time. After each tensor ``progress``
+    ``lm_head.weight`` is not yielded. Of a GGUF experts come one by one, and the projection of an indexer in two parts. Files are mapped and only one tensor is held here at a time. After each tensor ``progress``
     gets the stored bytes read so far and ``checkpoint.total_bytes``.
     """
     done = 0
@@ -96,6 +97,9 @@ def _gguf(
     assert file is not None
     for name, source in checkpoint.gguf_names.items():
         stored = file.tensors[source]
+        if EXPERTS in name:
+            yield from _experts(file, name, stored, dtype, device)
+            continue
         if model.packed is None or name not in model.packed.groups:
             kind = torch.float32 if keeps_float32(name, model) else dtype
             yield name, _decode(checkpoint, name, stored, kind, device), stored.nbytes
@@ -121,6 +125,8 @@ def _decode(
         return _log_decays(file.path, stored.name, decode_tensor(file, stored, torch.float32), place).to(dtype)
     if len(stored.shape) == 1:
         vector = decode_tensor(file, stored, dtype)
+        if name.endswith(SHARED_GATE):
+            return vector.unsqueeze(0)
         return vector if place.rows is None else vector[torch.from_numpy(place.rows)]
     columns = None if place.columns is None else torch.from_numpy(place.columns).to(device)
     signs = None
@@ -136,6 +142,23 @@ def _decode(
     change = None if plain else convert
     tensor = decode_tensor(file, stored, dtype, device=device, rows=place.rows, convert=change)
     return tensor.unsqueeze(1) if name.endswith(".conv1d.weight") else tensor
+
+
+def _experts(
+    file: GGUFFile, name: str, stored: GGUFTensor, dtype: torch.dtype, device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """The experts of one stack, each as a checkpoint that stores them by themselves has it."""
+    from freetoken.loader.quant import decode_tensor
+
+    prefix, _, part = name.rpartition(".")
+    for expert, entry in enumerate(stored.entries()):
+        matrix, last = decode_tensor(file, entry, dtype, device=device), entry.nbytes
+        if part == "gate_up_proj":
+            gate, up = matrix.chunk(2)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate, 0
+            yield f"{prefix}.{expert}.up_proj.weight", up, last
+        else:
+            yield f"{prefix}.{expert}.{part}.weight", matrix, last
 
 
 def _log_decays(path: Path, name: str, stored: torch.Tensor, place: Layout) -> torch.Tensor:

@@ -60,8 +60,8 @@ class IndexerConfig:
     """What chooses the tokens that a query of full attention sees.
 
     Keys of ``ratio`` tokens make a block. ``num_heads`` index queries of ``head_dim`` score all whole blocks before the query; it sees
-    the tokens of the best ``budget // ratio`` of them, and those after the last whole block. ``gather_elements`` and ``mask_elements``
-    bound the temporary memory of attention over them.
+    the tokens of the best ``budget // ratio`` of them, and those after the last whole block. ``gather_elements``, ``mask_elements`` and
+    ``score_elements`` bound the temporary memory of attention over them.
     """
 
     num_heads: int
@@ -70,6 +70,7 @@ class IndexerConfig:
     ratio: int
     gather_elements: ClassVar[int] = 1 << 25
     mask_elements: ClassVar[int] = 1 << 20
+    score_elements: ClassVar[int] = 1 << 25
 
     @property
     def blocks(self) -> int:

@@ -47,7 +47,7 @@ class HyperConnection:
         self.down.slots.pop(f"{filling}.weight", None)
         self.up = ColumnLinear(gemm, place, {f"{name}.input_mix_weight_up": channels}, hyper.rank)
         self.norm = place.empty(hyper.streams, config.hidden_size, dtype=torch.float32)
-        self.slots = {f"{name}.hc_norm.weight": Slot(self.norm, (channels,), shift=1.0)}
+        self.slots = {f"{name}.hc_norm.weight": Slot(self.norm, (channels,), shift=float(config.zero_centred_norm))}
 
     def modules(self) -> Iterator[Weighted]:
         yield from (self, self.down, self.up)

@@ -67,9 +67,19 @@ class PleStep:
 
 
 class PleLayer:
-    """The weights of one layer, and its arithmetic on tokens; ``index`` counts the layers that have one."""
+    """The weights of one layer, and its arithmetic on tokens; ``index`` counts the layers that have one. ``zero_centred`` norm weights
+    are stored less 1."""
 
-    def __init__(self, config: PleConfig, gemm: SmallGemm, place: Placement, name: str, index: int, eps: float) -> None:
+    def __init__(
+        self,
+        config: PleConfig,
+        gemm: SmallGemm,
+        place: Placement,
+        name: str,
+        index: int,
+        eps: float,
+        zero_centred: bool,
+    ) -> None:
         if place.tp_size != 1:
             raise StartupError(f"{name}: n-gram embeddings are not split over tensor-parallel ranks")
         self.config = config
@@ -84,7 +94,8 @@ class PleLayer:
             place.empty(config.streams, config.hidden_size, dtype=torch.float32) for _ in norms
         )
         held = zip(norms, (self.norm_key, self.norm_query, self.norm_conv))
-        self.slots = {f"{name}.{norm}.weight": Slot(weight, (channels,), shift=1.0) for norm, weight in held}
+        shift = float(zero_centred)
+        self.slots = {f"{name}.{norm}.weight": Slot(weight, (channels,), shift=shift) for norm, weight in held}
         self.slots[f"{name}.conv1d.weight"] = Slot(self.conv.t().unsqueeze(1), (channels, 1, width))
 
     def modules(self) -> Iterator[Weighted]:
@@ -117,14 +128,16 @@ class PerLayerEmbeddings:
     Weights are named ``<prefix of the decoder layer>.ple.*``. :meth:`attach` gives each layer its table before the first step.
     """
 
-    def __init__(self, config: PleConfig, gemm: SmallGemm, place: Placement, *, eps: float) -> None:
+    def __init__(
+        self, config: PleConfig, gemm: SmallGemm, place: Placement, *, eps: float, zero_centred: bool = True
+    ) -> None:
         self.config = config
         self.hash = PleHash(choose_op("ple_hash", place.device.type))
         self.mix = PleMix(choose_op("ple_mix", place.device.type))
         self.choices = [self.hash.choice, self.mix.choice]
         self.memo = TokenIndexMemo()
         self.layers = {
-            layer: PleLayer(config, gemm, place, f"model.layers.{layer}.ple", index, eps)
+            layer: PleLayer(config, gemm, place, f"model.layers.{layer}.ple", index, eps, zero_centred)
             for index, layer in enumerate(config.layers)
         }
         self.constants = []

@@ -170,6 +170,7 @@ class ConfigReader(Protocol):
     """Typed reads from a configuration dictionary, as :mod:`freetoken.models.parse` makes them."""
 
     values: Mapping[str, Any]
+    where: str
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -184,7 +185,8 @@ class ConfigReader(Protocol):
 def parse_ple(r: ConfigReader, *, layer_types: Sequence[str], hidden_size: int, vocab_size: int) -> PleConfig | None:
     """The n-gram embeddings that the keys of a ``qwen4_exp`` configuration ask for, checked; ``None`` for none.
 
-    ``ple_layer_ids`` count from 1. Defaults are those of transformers. The boundary is the first end-of-sequence id.
+    ``ple_layer_ids`` count from 1. Defaults are those of transformers. The boundary is the first end-of-sequence id; a configuration
+    that was made from other metadata may name it as ``ple_boundary_token_id``.
     """
     listed = r.values.get("ple_layer_ids") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
@@ -194,7 +196,7 @@ def parse_ple(r: ConfigReader, *, layer_types: Sequence[str], hidden_size: int, 
     seed = r.values.get("seed", 1234)
     if type(seed) is not int or seed < 0:
         r.fail("seed", f"must be a whole number of at least 0, not {seed!r}")
-    boundary = r.ids("eos_token_id")
+    boundary = r.ids("ple_boundary_token_id") or r.ids("eos_token_id")
     if not boundary:
         r.fail("eos_token_id", "is missing, and n-grams must not reach over it")
     config = PleConfig(
@@ -211,5 +213,8 @@ def parse_ple(r: ConfigReader, *, layer_types: Sequence[str], hidden_size: int, 
         divisible_by=r.integer("make_ngram_vocab_size_divisible_by", 128),
         seed=seed,
     )
-    config.check(layer_types)
+    try:
+        config.check(layer_types)
+    except StartupError as error:
+        raise StartupError(f"{r.where}: {error}") from None
     return config

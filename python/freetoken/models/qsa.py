@@ -10,25 +10,31 @@ import torch
 
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import choose_op
-from freetoken.kernels.qsa import IndexStep, Pools, Qsa, flat_slots, reference
+from freetoken.kernels.qsa import IndexStep, PiecePlan, Pools, Qsa, flat_slots
 from freetoken.kernels.rope_kv import reference as rope
 from freetoken.models.config import ModelConfig
 from freetoken.models.decoder import Ops, Pass
 from freetoken.models.gdn import GatedAttention
-from freetoken.models.layers import ColumnLinear, Norm, Placement, Weighted
+from freetoken.models.layers import ColumnLinear, Norm, Placement, Slot, Weighted
 
 if TYPE_CHECKING:
     from freetoken.runner.forward_batch import ForwardBatch
+    from freetoken.runner.kv_pool import KVPool
 
 
 @dataclass(frozen=True)
 class IndexPass:
-    """What the indexers of all layers share in one forward: page table, rows, positions and slots of the tokens, and ``step`` where
-    the reference runs. ``sparse``: some query of the step may see less than everything; a captured batch is by its longest request."""
+    """What the indexers of all layers share in one forward: page table, rows, positions and slots of the tokens, ``step`` where the
+    reference runs, ``before`` where there are pieces: how many tokens before each in the step are of its request.
+
+    ``sparse``: some query of the step may see less than everything; a captured batch is by its longest request. ``plan`` is for the
+    pieces of such a step."""
 
     where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     step: IndexStep | None
+    before: torch.Tensor | None
     sparse: bool
+    plan: PiecePlan | None
 
 
 def make_qsa(config: ModelConfig, table: torch.Tensor) -> Qsa:
@@ -37,17 +43,22 @@ def make_qsa(config: ModelConfig, table: torch.Tensor) -> Qsa:
     return Qsa(choose_op("qsa", table.device.type), table, config.indexer)
 
 
-def make_index_pass(op: Qsa, fb: ForwardBatch, page_size: int, visible: int) -> IndexPass:
+def make_index_pass(op: Qsa, fb: ForwardBatch, kv: KVPool, config: ModelConfig) -> IndexPass:
     """Lengths come from the host; nothing is read back."""
-    decodes, rows = fb.num_decodes, fb.rows
-    if fb.num_prefills:
-        lengths = fb.q_starts.diff()
-        pieces = torch.repeat_interleave(fb.rows[decodes:], lengths, output_size=fb.num_tokens - decodes)
-        rows = torch.cat([fb.rows[:decodes], pieces])
-    where = (fb.page_table, rows, fb.positions, fb.out_slots)
+    assert config.indexer is not None
+    decodes, rows, before, plan = fb.num_decodes, fb.rows, None, None
     longest = max(fb.decode_max_seq_len if decodes else 0, fb.max_seq_len)
-    step = _make_step(op, *where, page_size) if fb.num_prefills or op.needs_steps else None
-    return IndexPass(where, step, longest > visible)
+    sparse = longest > config.indexer.visible
+    if fb.num_prefills:
+        request = torch.repeat_interleave(fb.q_starts.diff(), output_size=fb.num_tokens - decodes)
+        rows = torch.cat([fb.rows[:decodes], fb.rows[decodes:][request]])
+        starts = torch.cat([fb.positions[:decodes], fb.starts.to(fb.positions.dtype)[request]])
+        before = fb.positions - starts
+        if sparse:
+            plan = op.plan(fb.q_lens_host[decodes:], fb.seq_lens_host[decodes:], decodes, kv.k(0), config.num_heads)
+    where = (fb.page_table, rows, fb.positions, fb.out_slots)
+    step = _make_step(op, *where, kv.page_size) if op.needs_steps else None
+    return IndexPass(where, step, before, sparse, plan)
 
 
 def _make_step(
@@ -77,21 +88,29 @@ class Indexer:
         self._kv_layer = kv_layer
         self._eps = config.rms_norm_eps
         size = indexer.head_dim
-        width = (indexer.num_heads + 1) * size
+        self._name, self._query_size = name, indexer.num_heads * size
+        width = self._query_size + size
         self.projection = ColumnLinear(ops.gemm, place, {f"{name}.index_qk_proj": width}, config.hidden_size)
         self.q_norm, self.k_norm = (
-            Norm(ops.norm, place, f"{name}.{part}_layernorm", size, self._eps, zero_centred=True) for part in "qk"
+            Norm(ops.norm, place, f"{name}.{part}_layernorm", size, self._eps, zero_centred=config.zero_centred_norm)
+            for part in "qk"
         )
 
     def modules(self) -> Iterator[Weighted]:
         yield from (self.projection, self.q_norm, self.k_norm)
 
+    def pieces(self) -> dict[str, dict[str, Slot]]:
+        """Of the projection, the places of queries and keys in a checkpoint that holds them apart: ``index_q_proj``, ``index_k_proj``."""
+        weight: torch.Tensor = self.projection.weight
+        parts = {"q": weight[: self._query_size], "k": weight[self._query_size :]}
+        slots = {f"{self._name}.index_{key}_proj.weight": Slot(rows, tuple(rows.shape)) for key, rows in parts.items()}
+        return {f"{self._name}.index_qk_proj.weight": slots}
+
     def forward(self, x: torch.Tensor, step: Pass) -> torch.Tensor:
         """Store the index keys of ``x [T, hidden]``; index queries ``[T, Hi, Di]``."""
         norms, pool = (self.q_norm.weight, self.k_norm.weight), step.kv.index(self._kv_layer)
         shared: IndexPass = step.index
-        fused = step.fb.num_prefills == 0
-        return self._op.index(self.projection(x), pool, norms, self._eps, shared.where, shared.step, fused)
+        return self._op.index(self.projection(x), pool, norms, self._eps, shared.where, shared.step, shared.before)
 
 
 class IndexedAttention(GatedAttention):
@@ -122,11 +141,9 @@ class IndexedAttention(GatedAttention):
         if decodes:
             where = (fb.page_table, fb.rows[:decodes], fb.seq_lens[:decodes], fb.decode_max_seq_len)
             parts.append(self._op.attend_decodes(q[:decodes], index_q[:decodes], pools, *where, self.scale))
-        token = decodes
-        for number in range(decodes, decodes + fb.num_prefills):
-            piece = slice(token, token + fb.q_lens_host[number])
-            token = piece.stop
-            text = (fb.page_table, fb.rows[number : number + 1], fb.seq_lens_host[number])
-            config = self._op.config
-            parts.append(reference.attend_piece(q[piece], index_q[piece], pools, *text, config, self.scale))
+        if step.index.plan is not None:
+            where = (fb.page_table, fb.rows, fb.positions[decodes:])
+            parts.append(
+                self._op.attend_pieces(q[decodes:], index_q[decodes:], pools, *where, step.index.plan, self.scale)
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,7 +14,7 @@ from freetoken.models.config import LINEAR_ATTENTION, ModelConfig
 from freetoken.models.decoder import AttentionBackend, Layer, Mixer, Pass
 from freetoken.models.gdn import GatedDeltaNet, HybridOps
 from freetoken.models.hyper import HyperConnection, HyperLayer
-from freetoken.models.layers import Placement, Weighted
+from freetoken.models.layers import Placement, Slot, Weighted
 from freetoken.models.ple import PerLayerEmbeddings
 from freetoken.models.qsa import IndexedAttention, make_index_pass, make_qsa
 from freetoken.models.qwen3_5 import Qwen35Model
@@ -58,7 +58,8 @@ class Qwen4ExpModel(Qwen35Model):
         """The last read of the streams, which has a norm of its own; n-gram embeddings are made here, too."""
         c = self.config
         if c.ple is not None:
-            self.ple = PerLayerEmbeddings(c.ple, self.ops.gemm, place, eps=c.rms_norm_eps)
+            centred = c.zero_centred_norm
+            self.ple = PerLayerEmbeddings(c.ple, self.ops.gemm, place, eps=c.rms_norm_eps, zero_centred=centred)
         name = "model.hyper_connection_mixer"
         return HyperConnection(c, self.ops.hyper, self.ops.gemm, place, name, injects=False)
 
@@ -71,19 +72,26 @@ class Qwen4ExpModel(Qwen35Model):
         yield from self.norm.modules()
         yield self.head
 
+    def pieces(self) -> dict[str, dict[str, Slot]]:
+        found = super().pieces()
+        for layer in self.layers:
+            if isinstance(layer, HyperLayer) and isinstance(layer.mixer, IndexedAttention):
+                found |= layer.mixer.indexer.pieces()
+        return found
+
     @torch.inference_mode()
     def forward(
         self, fb: ForwardBatch, kv: KVPool, backend: AttentionBackend, states: StatePool | None = None
     ) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` as the head takes them; K, V, index keys and states of all T tokens are stored afterwards."""
-        hyper, indexer = self.config.hyper, self.config.indexer
-        assert hyper is not None and indexer is not None
+        hyper = self.config.hyper
+        assert hyper is not None
         embedded = None
         if self.ple is not None:
             assert states is not None
             embedded = self.ple.begin(fb, states)
         rope = self.ops.rope.prepare(fb.positions, fb.out_slots, kv.page_size)
-        index = make_index_pass(self.ops.qsa, fb, kv.page_size, indexer.visible)
+        index = make_index_pass(self.ops.qsa, fb, kv, self.config)
         step = Pass(fb, kv, rope, backend, states, self.prepare(fb), index)
         streams, pending = self.embedding(fb.input_ids).repeat(1, hyper.streams), None
         for layer in self.layers:

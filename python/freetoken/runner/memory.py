@@ -79,20 +79,24 @@ def step_bytes(model: ModelConfig, *, dtype: str, prefill_tokens: int, rows: int
         tokens += wide * element * prefill_tokens + PLE_BLOCK_COPIES * ple.channels * 4 * min(
             BLOCK_TOKENS, prefill_tokens
         )
-    tokens += _indexer_bytes(model, element)
+    tokens += _indexer_bytes(model, element, prefill_tokens)
     matrix = 0 if model.fp8 is None else max(2 * model.intermediate_size, widest) * model.hidden_size * element
     return tokens + matrix + 4 * 4 * rows * model.vocab_size + 4 * page_table_entries
 
 
-def _indexer_bytes(model: ModelConfig, element: int) -> int:
-    """Temporary bytes of attention over selected tokens: K and V of one text, scores of a part of its queries and of their blocks, or
-    what decodes gather at a time with its float32 copy. Nothing where a text cannot be longer than what is always seen."""
+def _indexer_bytes(model: ModelConfig, element: int, tokens: int) -> int:
+    """Temporary bytes of attention over selected tokens: of a piece, scores and listed tokens, or K and V of one text with scores of a
+    part of its queries and of their blocks; of decodes, what they gather at a time with its float32 copy. Nothing where a text cannot
+    be longer than what is always seen."""
     indexer = model.indexer
     if indexer is None or model.max_position_embeddings <= indexer.visible:
         return 0
+    blocks = model.max_position_embeddings // indexer.ratio + 1
+    # A float32 score, and two words for each token of a list.
+    listed = 12 * min(indexer.score_elements, max(tokens, 1) * indexer.ratio * blocks)
     text = 2 * model.max_position_embeddings * model.kv_size * element
     piece = indexer.mask_elements * (2 * 4 * model.num_heads + 4 * (indexer.num_heads + 8) // indexer.ratio)
-    return max(text + piece, indexer.gather_elements * (element + 8))
+    return max(listed, text + piece, indexer.gather_elements * (element + 8))
 
 
 def _expert_bytes(model: ModelConfig, element: int, tokens: int) -> int:

@@ -14,6 +14,8 @@ from freetoken.runner import host_memory
 
 READ_BYTES = 2**26
 RANDOM_ROWS = 2**16
+_FACTORS = {"iq4_nl": 1 / 64, "q4_0": 1 / 4, "q8_0": 1 / 64}
+"""Factors with which random codes have about unit variance."""
 
 Progress = Callable[[int], None]
 
@@ -192,9 +194,11 @@ def _read_shard(shard: Shard, target: torch.Tensor, progress: Progress | None) -
 
 def _random_rows(fmt: str, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
     """``[rows, row_bytes]`` uint8 of finite values."""
-    if fmt == "iq4_nl":
-        packed = torch.randint(0, 256, (rows, width // 32, 18), dtype=torch.uint8, generator=generator)
-        packed[..., :2] = torch.full((rows, width // 32, 1), 1 / 64, dtype=torch.float16).view(torch.uint8)
+    if fmt in _FACTORS:
+        layout = FORMATS[fmt]
+        shape = (rows, width // layout.block, layout.block_bytes)
+        packed = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        packed[..., :2] = torch.full((*shape[:2], 1), _FACTORS[fmt], dtype=torch.float16).view(torch.uint8)
         return packed.view(rows, -1)
     values = torch.randn((rows, width), generator=generator)
     if fmt == "f8_e4m3":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from freetoken.kernels.ple_gather.formats import IQ4_NL_BLOCK, IQ4_NL_BYTES, IQ4_NL_VALUES, RowFormat
+from freetoken.kernels.ple_gather.formats import RowFormat
 
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f8_e4m3": torch.float8_e4m3fn}
 
@@ -14,11 +14,14 @@ def decode_rows(rows: torch.Tensor, fmt: RowFormat, width: int, scale: float) ->
     plain = _PLAIN.get(fmt.name)
     if plain is not None:
         return rows.view(plain).float() * scale
-    blocks = rows.view(-1, width // IQ4_NL_BLOCK, IQ4_NL_BYTES)
+    blocks = rows.view(-1, width // fmt.block, fmt.block_bytes)
     factor = blocks[..., :2].contiguous().view(torch.float16).float()
     packed = blocks[..., 2:]
-    codes = torch.cat([packed & 15, packed >> 4], dim=-1)
-    values = torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=rows.device)[codes.long()]
+    if fmt.codebook is None:
+        values = packed.contiguous().view(torch.int8).float()
+    else:
+        codes = torch.cat([packed & 15, packed >> 4], dim=-1)
+        values = torch.tensor(fmt.codebook, dtype=torch.float32, device=rows.device)[codes.long()]
     return (factor * values).view(-1, width) * scale
 
 

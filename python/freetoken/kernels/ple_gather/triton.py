@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.ple_gather.formats import IQ4_NL_BLOCK, IQ4_NL_BYTES, IQ4_NL_VALUES, RowFormat
+from freetoken.kernels.ple_gather.formats import RowFormat
 
-PLAIN, F8, IQ4 = 0, 1, 2
+PLAIN, F8, CODES, BYTES = 0, 1, 2, 3
 _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -64,23 +64,27 @@ def gather_rows_kernel(
         low = tl.load(start, mask=inside, other=0).to(tl.uint16)
         high = tl.load(start + 1, mask=inside, other=0).to(tl.uint16)
         factor = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-        packed = tl.load(start + 2 + within % (Q_BLOCK // 2), mask=inside, other=0).to(tl.int32)
-        code = tl.where(within < Q_BLOCK // 2, packed & 15, packed >> 4)
-        value = factor * tl.load(codebook_ptr + code)
+        if FORMAT == 2:
+            packed = tl.load(start + 2 + within % (Q_BLOCK // 2), mask=inside, other=0).to(tl.int32)
+            code = tl.where(within < Q_BLOCK // 2, packed & 15, packed >> 4)
+            value = factor * tl.load(codebook_ptr + code)
+        else:
+            signed = tl.load(start + 2 + within, mask=inside, other=0).to(tl.int8, bitcast=True)
+            value = factor * signed.to(tl.float32)
     value = tl.where(inside, value * scale, 0.0)
     tl.store(out_ptr + program * WIDTH + column, value.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
 @functools.cache
-def _codebook(device: torch.device) -> torch.Tensor:
-    """What the codes of IQ4_NL stand for, float32, kept for every captured graph that reads it."""
-    return torch.tensor(IQ4_NL_VALUES, dtype=torch.float32, device=device)
+def _codebook(fmt: RowFormat, device: torch.device) -> torch.Tensor:
+    """What the codes of ``fmt`` stand for, float32, kept for every captured graph that reads it."""
+    return torch.tensor(fmt.codebook, dtype=torch.float32, device=device)
 
 
 def prepare(fmt: RowFormat, device: torch.device) -> None:
     """Make what the kernel reads beside the table, so that no capture has to."""
-    if fmt.name == "iq4_nl":
-        _codebook(device)
+    if fmt.codebook is not None:
+        _codebook(fmt, device)
 
 
 def gather_rows(
@@ -88,11 +92,12 @@ def gather_rows(
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.ple_gather.gather_rows`, into ``out``; ``table`` may lie in page-locked host memory."""
     plain = _TYPES.get(fmt.name)
-    kind = PLAIN if plain is not None else F8 if fmt.name == "f8_e4m3" else IQ4
+    coded = BYTES if fmt.codebook is None else CODES
+    kind = PLAIN if plain is not None else F8 if fmt.name == "f8_e4m3" else coded
     gather_rows_kernel[(out.shape[0],)](
         out if row_ids is None else row_ids,
         table if plain is None else table.view(plain),
-        _codebook(out.device) if kind == IQ4 else out,
+        _codebook(fmt, out.device) if kind == CODES else out,
         out,
         table.shape[0],
         scale,
@@ -100,8 +105,8 @@ def gather_rows(
         ROW_BYTES=table.shape[1],
         BLOCK=triton.next_power_of_2(width),
         FORMAT=kind,
-        Q_BLOCK=IQ4_NL_BLOCK,
-        Q_BYTES=IQ4_NL_BYTES,
+        Q_BLOCK=fmt.block,
+        Q_BYTES=fmt.block_bytes,
         DIRECT=row_ids is None,
         num_warps=1,
     )

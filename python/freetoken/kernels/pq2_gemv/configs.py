@@ -6,32 +6,31 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from freetoken.errors import FreetokenError
 
-MAX_TOKENS = 16
+MAX_TOKENS = 32
 """Tokens up to which these kernels run."""
-CLASSES = (1, 4, 8, 16)
+CLASSES = (1, 8, 16, 32)
 """Settings are kept for up to this many tokens each."""
-FEW_TOKENS = 4
-"""Tokens a program takes without tensor cores."""
 PIECE, BLOCK, TILE = 64, 128, 16
 TABLES = Path(__file__).parent / "tables"
 
 Capability = tuple[int, int]
-Kind = Literal["single", "few", "fragments"]
+Kind = Literal["single", "fragments"]
 
 
 @dataclass(frozen=True)
 class PQ2Config:
     """Settings of one launch.
 
-    ``kind`` is the kernel: ``single`` (one token), ``few`` (dot products in each thread) or ``fragments`` (tensor cores).
+    ``kind`` is the kernel: ``single`` (one token) or ``fragments`` (tensor cores).
     ``rows`` of the weight a program; ``ahead`` steps of K are on their way at a time; ``num_warps`` warps a program. ``lanes``
-    pieces of 64 weights along K a step, without tensor cores; with them a step is a block of 128 for each warp.
+    pieces of 64 weights along K a step, without tensor cores; with them a step is a block of 128 for each warp, and ``row_warps``
+    warps have rows of their own, the others parts of K.
     """
 
     kind: Kind
@@ -39,17 +38,30 @@ class PQ2Config:
     ahead: int
     num_warps: int
     lanes: int = 0
+    row_warps: int = 1
+
+    @property
+    def k_warps(self) -> int:
+        """Warps that share the same rows."""
+        return self.num_warps // self.row_warps
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows a warp, with tensor cores."""
+        return self.rows // (TILE * self.row_warps)
 
     def steps(self, k: int) -> int:
         """Steps along K."""
         if self.kind == "fragments":
-            return -(-k // (BLOCK * self.num_warps))
+            return -(-k // (BLOCK * self.k_warps))
         return -(-k // (PIECE * self.lanes))
 
     def legal(self, k: int) -> bool:
         """Whether the kernel can run so at all."""
-        powers = all(value > 0 and value & (value - 1) == 0 for value in (self.rows, self.num_warps, self.lanes or 1))
-        return powers and 1 <= self.ahead <= self.steps(k) and (self.kind != "fragments" or self.rows % TILE == 0)
+        sizes = (self.rows, self.num_warps, self.lanes or 1, self.row_warps)
+        powers = all(value > 0 and value & (value - 1) == 0 for value in sizes)
+        fits = self.num_warps >= self.row_warps and self.tiles > 0 if self.kind == "fragments" else self.row_warps == 1
+        return powers and fits and 1 <= self.ahead <= self.steps(k)
 
 
 class TableError(FreetokenError):
@@ -57,7 +69,7 @@ class TableError(FreetokenError):
 
 
 def m_class(m: int) -> int:
-    """The smallest of :data:`CLASSES` that ``m`` (1 to 16) fits in."""
+    """The smallest of :data:`CLASSES` that ``m`` (1 to 32) fits in."""
     return next(limit for limit in CLASSES if m <= limit)
 
 
@@ -108,7 +120,7 @@ def forget_tables() -> None:
 
 
 def pick_config(n: int, k: int, m: int, capability: Capability | None = None) -> PQ2Config:
-    """The measured settings of ``m`` (1 to 16) tokens of an ``[n, k]`` weight on a GPU of ``capability``, or a default."""
+    """The measured settings of ``m`` (1 to 32) tokens of an ``[n, k]`` weight on a GPU of ``capability``, or a default."""
     found = _measured(capability).get((n, k, m_class(m))) if capability is not None else None
     return found or default_config(n, k, m)
 
@@ -122,14 +134,15 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
         per_thread = 4 if n >= 8192 else 2
         config = PQ2Config("single", max(1, per_thread * 64 // lanes), 1, 2, lanes)
         return _with_ahead(config, k, 2 if per_thread == 4 else 3)
-    warps = 4 if n >= 8192 else 8
-    while warps > 1 and warps > k // BLOCK:
+    # Many tokens want many rows a program, which share them; few programs want to share K.
+    row_warps, warps = (2, 8) if n >= 8192 else (1, 8)
+    while warps > row_warps and warps // row_warps > k // BLOCK:
         warps //= 2
-    return _with_ahead(PQ2Config("fragments", TILE, 1, warps), k, 3 if m <= 8 else 2)
+    return _with_ahead(PQ2Config("fragments", TILE * row_warps, 1, warps, row_warps=row_warps), k, 3 if m <= 16 else 2)
 
 
 def _with_ahead(config: PQ2Config, k: int, ahead: int) -> PQ2Config:
-    return PQ2Config(config.kind, config.rows, min(ahead, config.steps(k)), config.num_warps, config.lanes)
+    return replace(config, ahead=min(ahead, config.steps(k)))
 
 
 def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> list[PQ2Config]:
@@ -139,36 +152,34 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
     lie past the end of K. Some may still spill on a given GPU; a tuning loop skips those.
     """
     found = [pick_config(n, k, m, capability), default_config(n, k, m)]
-    if m <= FEW_TOKENS:
-        found += _thread_candidates("single" if m == 1 else "few", n, k, m)
-    if m > 1:
-        found += _fragment_candidates(n, k, m)
+    found += _single_candidates(n, k) if m == 1 else _fragment_candidates(n, k, m)
     return list(dict.fromkeys(found))
 
 
-def _thread_candidates(kind: Kind, n: int, k: int, m: int) -> Iterable[PQ2Config]:
+def _single_candidates(n: int, k: int) -> Iterable[PQ2Config]:
     for lanes, warps, per_thread in itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4, 8)):
         rows = per_thread * 32 * warps // lanes
-        steps = PQ2Config(kind, rows, 1, warps, lanes).steps(k)
+        steps = PQ2Config("single", rows, 1, warps, lanes).steps(k)
         wasted = steps * lanes * PIECE > 1.25 * k
         rare = warps > 1 and per_thread not in (2, 4)
         if lanes > 32 * warps or wasted or rare or n < 4 * rows:
             continue
         for ahead in _depths(steps):
-            if 4 <= per_thread * ahead <= 20 - 4 * (m - 1):
-                yield PQ2Config(kind, rows, ahead, warps, lanes)
+            if 4 <= per_thread * ahead <= 20:
+                yield PQ2Config("single", rows, ahead, warps, lanes)
 
 
 def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
-    for warps in (2, 4, 8):
-        for tiles in (1, 2):
-            steps = PQ2Config("fragments", TILE * tiles, 1, warps).steps(k)
-            wasted = steps * warps * BLOCK > 1.25 * k
-            if wasted or n < 4 * TILE * tiles:
-                continue
-            for ahead in _depths(steps):
-                if tiles * ahead <= 8:
-                    yield PQ2Config("fragments", TILE * tiles, ahead, warps)
+    for row_warps, k_warps, tiles in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2)):
+        warps, rows = row_warps * k_warps, TILE * tiles * row_warps
+        steps = PQ2Config("fragments", rows, 1, warps, row_warps=row_warps).steps(k)
+        wasted = steps * k_warps * BLOCK > 1.25 * k
+        if wasted or not 2 <= warps <= 8 or n < 64 * rows:
+            continue
+        for ahead in _depths(steps):
+            # Words of codes on their way, those unpacked and sums of a thread.
+            if 5 * tiles * ahead + 16 * tiles + 4 * tiles * -(-m // 8) <= 110:
+                yield PQ2Config("fragments", rows, ahead, warps, row_warps=row_warps)
 
 
 def _depths(steps: int) -> list[int]:

@@ -1,9 +1,12 @@
-"""The product of 2 to 16 tokens on tensor cores, with operands that are loaded as the fragments they are used as.
+"""The product of 2 to 32 tokens on tensor cores, with operands that are loaded as the fragments they are used as.
 
 An integer product of 16 rows, 8 tokens and 32 values (``m16n8k32``) wants, in lane ``4g + t`` of a warp, the bytes of rows
-``g`` and ``g + 8`` and of token ``g`` in four-byte words. A word of codes masked to one of its four planes is such a word, and
-so is a word of a quantised activation: nothing passes through shared memory, and a code is unpacked once for all tokens.
-Tensors here are ``[WARPS, 32]``, one value a thread; each warp has a part of K for itself and the parts are added at the end.
+``g`` and ``g + 8`` and of token ``g`` in four-byte words. A word of codes, shifted and masked to one of its four planes, is such
+a word, and so is a word of a quantised activation: nothing passes through shared memory, and a code is unpacked once for all
+tokens. Tensors here are ``[WARPS, 32]``, one value a thread. Warps share out rows and parts of K; the parts are added at the end.
+
+Integers are summed on top of the bits of 1.5 * 2^23, whose lowest bit counts one: what the tensor cores hand back is a float32
+as it stands, and no conversion, which a GPU does at an eighth of the rate of a sum, is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.pq2_gemv.single import four_words, one_half, one_word
+
+SHIFT = tl.constexpr(12582912.0)
+"""1.5 * 2^23, which has the bits 0x4B400000; sums of one group stay below 2^16."""
 
 
 @triton.jit
@@ -73,26 +79,33 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _plane(rows, b0, b1, MASK: tl.constexpr, c0, c1, c2, c3, ON_GPU: tl.constexpr):
-    """The product of one plane of the codes, ``(row g, row g, row g + 8, row g + 8)`` two words each."""
-    low, high, low8, high8 = rows
-    return mma(low & MASK, low8 & MASK, high & MASK, high8 & MASK, b0, b1, c0, c1, c2, c3, ON_GPU)
+def _planes(word):
+    """The four planes of words of codes: in each, four values of two bits at the bottom of bytes."""
+    return word & 0x03030303, word >> 2 & 0x03030303, word >> 4 & 0x03030303, word >> 6 & 0x03030303
+
+
+@triton.jit
+def _unpacked(asked):
+    """What the four products of a block of 128 take of one tile: for every plane the words of a fragment."""
+    low, high, low8, high8 = asked[0]
+    return _planes(low), _planes(low8), _planes(high), _planes(high8)
 
 
 @triton.jit
 def _integers(rows, x, s0, s1, ON_GPU: tl.constexpr):
-    """``sum(code * q)`` less ``s0`` and ``s1`` (even and odd tokens), exact: four planes, sum i of which is ``4**i`` too large."""
+    """``sum(code * q)`` less ``s0`` and ``s1`` (even and odd tokens), exact, as float32."""
+    p, q, r, s = rows
     x0, x1, x2, x3, y0, y1, y2, y3 = x
-    zero = tl.zeros_like(x0)
-    a0, a1, a2, a3 = _plane(rows, x0, y0, 0x03030303, zero - s0, zero - s1, zero - s0, zero - s1, ON_GPU)
-    b0, b1, b2, b3 = _plane(rows, x1, y1, 0x0C0C0C0C, zero, zero, zero, zero, ON_GPU)
-    c0, c1, c2, c3 = _plane(rows, x2, y2, 0x30303030, zero, zero, zero, zero, ON_GPU)
-    d0, d1, d2, d3 = _plane(rows, x3, y3, -0x3F3F3F40, zero, zero, zero, zero, ON_GPU)
+    even, odd = 0x4B400000 - s0, 0x4B400000 - s1
+    a, b, c, d = mma(p[0], q[0], r[0], s[0], x0, y0, even, odd, even, odd, ON_GPU)
+    a, b, c, d = mma(p[1], q[1], r[1], s[1], x1, y1, a, b, c, d, ON_GPU)
+    a, b, c, d = mma(p[2], q[2], r[2], s[2], x2, y2, a, b, c, d, ON_GPU)
+    a, b, c, d = mma(p[3], q[3], r[3], s[3], x3, y3, a, b, c, d, ON_GPU)
     return (
-        (((d0 >> 2) + c0 >> 2) + b0 >> 2) + a0,
-        (((d1 >> 2) + c1 >> 2) + b1 >> 2) + a1,
-        (((d2 >> 2) + c2 >> 2) + b2 >> 2) + a2,
-        (((d3 >> 2) + c3 >> 2) + b3 >> 2) + a3,
+        a.to(tl.float32, bitcast=True) - SHIFT,
+        b.to(tl.float32, bitcast=True) - SHIFT,
+        c.to(tl.float32, bitcast=True) - SHIFT,
+        d.to(tl.float32, bitcast=True) - SHIFT,
     )
 
 
@@ -113,26 +126,18 @@ def _keep(x, wanted):
 
 
 @triton.jit
-def _ask(codes, scales, block, K: tl.constexpr, GROUP_W: tl.constexpr, ON_GPU: tl.constexpr):
-    """Codes and scales of one block of 128 weights of rows g and g + 8. ``codes`` and ``scales`` are pairs of pointers."""
-    first, second = codes
-    s_first, s_second = scales
-    low, high = _two_words(first + block * 8, ON_GPU)
-    low8, high8 = _two_words(second + block * 8, ON_GPU)
-    PARTS: tl.constexpr = 128 // GROUP_W
-    d0, d8 = one_half(s_first + block * PARTS, ON_GPU), one_half(s_second + block * PARTS, ON_GPU)
+def _ask(
+    codes, codes8, scales, scales8, ahead: tl.constexpr, K: tl.constexpr, GROUP_W: tl.constexpr, ON_GPU: tl.constexpr
+):
+    """Codes and scales of one block of 128 weights, ``ahead`` rows past the pointers' rows g and g + 8."""
+    low, high = _two_words(codes + ahead * (K // 16), ON_GPU)
+    low8, high8 = _two_words(codes8 + ahead * (K // 16), ON_GPU)
+    first, first8 = scales + ahead * (K // GROUP_W), scales8 + ahead * (K // GROUP_W)
+    d0, d8 = one_half(first, ON_GPU), one_half(first8, ON_GPU)
     e0, e8 = d0, d8
-    if PARTS == 2:
-        e0, e8 = one_half(s_first + block * 2 + 1, ON_GPU), one_half(s_second + block * 2 + 1, ON_GPU)
+    if GROUP_W == 64:
+        e0, e8 = one_half(first + 1, ON_GPU), one_half(first8 + 1, ON_GPU)
     return (low, high, low8, high8), d0, d8, e0, e8
-
-
-@triton.jit
-def _activation(values, block, ON_GPU: tl.constexpr):
-    """The eight words of one block of 128 values that a lane's two words of codes meet."""
-    x0, x1, x2, x3 = four_words(values + block * 32, False, ON_GPU)
-    y0, y1, y2, y3 = four_words(values + block * 32 + 4, False, ON_GPU)
-    return x0, x1, x2, x3, y0, y1, y2, y3
 
 
 @triton.jit
@@ -149,44 +154,118 @@ def _sums(x, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _scaled(total, rows, x, s0, s1, d0, d8, even, odd, ON_GPU: tl.constexpr):
+def _scaled(total, rows, x, s0, s1, w0, w8, even, odd, ON_GPU: tl.constexpr):
     """``total`` (four float32 values a thread) plus one group: integers times the scales of rows and tokens."""
     t0, t1, t2, t3 = total
     i0, i1, i2, i3 = _integers(rows, x, s0, s1, ON_GPU)
-    w0, w8 = d0.to(tl.float32), d8.to(tl.float32)
-    return (
-        t0 + i0.to(tl.float32) * (w0 * even),
-        t1 + i1.to(tl.float32) * (w0 * odd),
-        t2 + i2.to(tl.float32) * (w8 * even),
-        t3 + i3.to(tl.float32) * (w8 * odd),
-    )
+    return t0 + i0 * (w0 * even), t1 + i1 * (w0 * odd), t2 + i2 * (w8 * even), t3 + i3 * (w8 * odd)
 
 
 @triton.jit
-def _block(step, warp, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
-    """The block of this step of each warp; past the end the last one."""
-    block = step * WARPS + warp
-    return block if BLOCKS % WARPS == 0 else tl.minimum(block, BLOCKS - 1)
+def _block(step, part, BLOCKS: tl.constexpr, K_WARPS: tl.constexpr):
+    """The block of this step of each warp, ``part`` of ``K_WARPS``; past the end the last one."""
+    return tl.minimum(step * K_WARPS + part, BLOCKS - 1)
 
 
 @triton.jit
 def _ask_tiles(
-    codes,
-    scales,
+    rows,
     step,
-    warp,
+    part,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     TILES: tl.constexpr,
-    WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """:func:`_ask` for every tile of 16 rows."""
-    block = _block(step, warp, K // 128, WARPS)
+    """:func:`_ask` for every tile of 16 rows.
+
+    The block is added to a pointer before constant distances are, which then need no register.
+    """
+    block = _block(step, part, K // 128, K_WARPS)
+    groups = block * (128 // GROUP_W)
     asked = ()
     for tile in tl.static_range(TILES):
-        asked += (_ask(codes[tile], scales[tile], block, K, GROUP_W, ON_GPU),)
+        if WHOLE:
+            codes, scales = rows[0][0] + block * 8, rows[0][1] + groups
+            codes8, scales8 = codes + 8 * (K // 16), scales + 8 * (K // GROUP_W)
+            asked += (_ask(codes, codes8, scales, scales8, tile * 16, K, GROUP_W, ON_GPU),)
+        else:
+            codes, scales, codes8, scales8 = rows[tile]
+            codes, codes8, scales, scales8 = codes + block * 8, codes8 + block * 8, scales + groups, scales8 + groups
+            asked += (_ask(codes, codes8, scales, scales8, 0, K, GROUP_W, ON_GPU),)
     return asked
+
+
+@triton.jit
+def _ask_tokens(
+    activation,
+    half: tl.constexpr,
+    step,
+    part,
+    K: tl.constexpr,
+    GROUP_W: tl.constexpr,
+    GROUP_X: tl.constexpr,
+    HALVES: tl.constexpr,
+    K_WARPS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Values of one block of eight tokens, and for each of its groups scales and sums of the even and odd token of a lane."""
+    X_PARTS: tl.constexpr = 128 // GROUP_X
+    block = _block(step, part, K // 128, K_WARPS)
+    # Only the last eight may not all be there; the distances between the others are constants.
+    values, even_at, odd_at, even_sum, odd_sum = activation[1] if half + 1 == HALVES else activation[0]
+    ahead = 0 if half + 1 == HALVES else half * 8
+    values = values + block * 32 + ahead * (K // 4)
+    x0, x1, x2, x3 = four_words(values, False, ON_GPU)
+    y0, y1, y2, y3 = four_words(values + 4, False, ON_GPU)
+    first = block * X_PARTS
+    beside = ()
+    for i in tl.static_range(X_PARTS):
+        skip = ahead * (K // GROUP_X) + i
+        even = one_word(even_at + first + skip, ON_GPU).to(tl.float32, bitcast=True)
+        odd = one_word(odd_at + first + skip, ON_GPU).to(tl.float32, bitcast=True)
+        if (K // 128) % K_WARPS != 0:
+            there = step * K_WARPS + part < K // 128
+            even, odd = tl.where(there, even, 0.0), tl.where(there, odd, 0.0)
+        s0, s1 = even, odd
+        if GROUP_X <= GROUP_W:
+            s0, s1 = one_word(even_sum + first + skip, ON_GPU), one_word(odd_sum + first + skip, ON_GPU)
+        beside += ((even, odd, s0, s1),)
+    return (x0, x1, x2, x3, y0, y1, y2, y3), beside
+
+
+@triton.jit
+def _add_half(
+    mine,
+    rows,
+    asked,
+    tokens,
+    lane,
+    GROUP_W: tl.constexpr,
+    GROUP_X: tl.constexpr,
+    TILES: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """The totals of eight tokens, one for each tile, plus one block."""
+    PARTS: tl.constexpr = 128 // min(GROUP_W, GROUP_X)
+    whole, beside = tokens
+    for part in tl.static_range(PARTS):
+        # A lane's words are numbers 2t and 2t + 1 of the eight of a block.
+        x = whole if PARTS == 1 else _keep(whole, lane % 4 // (4 // PARTS) == part)
+        even, odd, s0, s1 = beside[part * (128 // GROUP_X) // PARTS]
+        if GROUP_X > GROUP_W:
+            s0, s1 = _sums(x, ON_GPU)
+        done = ()
+        for tile in tl.static_range(TILES):
+            _codes, d0, d8, e0, e8 = asked[tile]
+            w0, w8 = (e0, e8) if GROUP_W == 64 and part * 2 >= PARTS else (d0, d8)
+            done += (
+                _scaled(mine[tile], rows[tile], x, s0, s1, w0.to(tl.float32), w8.to(tl.float32), even, odd, ON_GPU),
+            )
+        mine = done
+    return mine
 
 
 @triton.jit
@@ -194,93 +273,94 @@ def _add_block(
     totals,
     asked,
     activation,
+    tokens,
     step,
-    warp,
+    part,
     lane,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     GROUP_X: tl.constexpr,
     TILES: tl.constexpr,
     HALVES: tl.constexpr,
-    WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``totals``, one for each half of the tokens and tile, plus one block of K."""
-    GROUP: tl.constexpr = min(GROUP_W, GROUP_X)
-    PARTS: tl.constexpr = 128 // GROUP
-    X_PARTS: tl.constexpr = 128 // GROUP_X
-    values, x_scales, sums = activation
-    block = _block(step, warp, K // 128, WARPS)
+    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` of the next block's first eight.
+
+    Values are asked for while those before them are multiplied.
+    """
+    rows = ()
+    for tile in tl.static_range(TILES):
+        rows += (_unpacked(asked[tile]),)
     added = ()
     for half in tl.static_range(HALVES):
-        whole = _activation(values[half], block, ON_GPU)
-        mine = totals[half]
-        for part in tl.static_range(PARTS):
-            # A lane's words are numbers 2t and 2t + 1 of the eight of a block.
-            x = whole if PARTS == 1 else _keep(whole, lane % 4 // (4 // PARTS) == part)
-            group = block * X_PARTS + part * X_PARTS // PARTS
-            d_even, d_odd = x_scales[half]
-            even = one_word(d_even + group, ON_GPU).to(tl.float32, bitcast=True)
-            odd = one_word(d_odd + group, ON_GPU).to(tl.float32, bitcast=True)
-            if X_PARTS == PARTS:
-                s_even, s_odd = sums[half]
-                s0, s1 = one_word(s_even + group, ON_GPU), one_word(s_odd + group, ON_GPU)
-            else:
-                s0, s1 = _sums(x, ON_GPU)
-            if (K // 128) % WARPS != 0:
-                there = step * WARPS + warp < K // 128
-                even, odd = tl.where(there, even, 0.0), tl.where(there, odd, 0.0)
-            done = ()
-            for tile in tl.static_range(TILES):
-                rows, d0, d8, e0, e8 = asked[tile]
-                w0, w8 = (e0, e8) if GROUP_W == 64 and part * 2 >= PARTS else (d0, d8)
-                done += (_scaled(mine[tile], rows, x, s0, s1, w0, w8, even, odd, ON_GPU),)
-            mine = done
-        added += (mine,)
-    return added
+        if half + 1 < HALVES:
+            following = _ask_tokens(activation, half + 1, step, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
+        else:
+            following = _ask_tokens(activation, 0, step + 1, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
+        added += (_add_half(totals[half], rows, asked, tokens, lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
+        tokens = following
+    return added, tokens
 
 
 @triton.jit
 def _row_pointers(
-    codes_ptr, scales_ptr, first_row, lane, n, K: tl.constexpr, GROUP_W: tl.constexpr, TILES: tl.constexpr
+    codes_ptr,
+    scales_ptr,
+    first_row,
+    lane,
+    n,
+    K: tl.constexpr,
+    GROUP_W: tl.constexpr,
+    TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """For every tile the pointers of rows g and g + 8 to a lane's first codes and to the scales."""
-    codes, scales = (), ()
-    for tile in tl.static_range(TILES):
-        low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
-        high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
-        word = lane % 4 * 2
-        codes += ((codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word),)
-        scales += ((scales_ptr + low * (K // GROUP_W), scales_ptr + high * (K // GROUP_W)),)
-    return codes, scales
+    """Pointers to a lane's first codes and to the scales: of row g where programs are ``WHOLE``, else for every tile those of rows g
+    and g + 8."""
+    word = lane % 4 * 2
+    if WHOLE:
+        row = (first_row + lane // 4).to(tl.int64)
+        return ((codes_ptr + row * (K // 16) + word, scales_ptr + row * (K // GROUP_W)),)
+    else:
+        rows = ()
+        for tile in tl.static_range(TILES):
+            low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
+            high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
+            codes, codes8 = codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word
+            rows += ((codes, scales_ptr + low * (K // GROUP_W), codes8, scales_ptr + high * (K // GROUP_W)),)
+        return rows
 
 
 @triton.jit
-def _token_pointers(
-    values_ptr, x_scales_ptr, sums_ptr, lane, m, K: tl.constexpr, GROUP_X: tl.constexpr, HALVES: tl.constexpr
-):
-    """For each half of the tokens: the words of token g, and the scales and sums of the even and odd token of a lane's results."""
-    values, x_scales, sums = (), (), ()
-    for half in tl.static_range(HALVES):
-        token = tl.minimum(half * 8 + lane // 4, m - 1)
-        even = tl.minimum(half * 8 + lane % 4 * 2, m - 1) * (K // GROUP_X)
-        odd = tl.minimum(half * 8 + lane % 4 * 2 + 1, m - 1) * (K // GROUP_X)
-        values += (values_ptr + token * (K // 4) + lane % 4 * 8,)
-        x_scales += ((x_scales_ptr + even, x_scales_ptr + odd),)
-        sums += ((sums_ptr + even, sums_ptr + odd),)
-    return values, x_scales, sums
+def _token_pointers(values_ptr, x_scales_ptr, sums_ptr, token, pair, lane, m, K: tl.constexpr, GROUP_X: tl.constexpr):
+    """The words of ``token``, and the scales and sums of the tokens ``pair`` and ``pair + 1``; of the last one where there are fewer."""
+    values = values_ptr + tl.minimum(token, m - 1) * (K // 4) + lane % 4 * 8
+    even, odd = tl.minimum(pair, m - 1) * (K // GROUP_X), tl.minimum(pair + 1, m - 1) * (K // GROUP_X)
+    return values, x_scales_ptr + even, x_scales_ptr + odd, sums_ptr + even, sums_ptr + odd
 
 
 @triton.jit
-def _store(total, out_ptr, first_row, first_token, m, n):
-    """Add one tile over the warps and write it."""
+def _moved_up(asked, new, AHEAD: tl.constexpr):
+    """``asked`` without its first, ``new`` at its end."""
+    following = ()
+    for i in tl.static_range(1, AHEAD):
+        following += (asked[i],)
+    following += (new,)
+    return following
+
+
+@triton.jit
+def _store(total, out_ptr, first_row, first_token, m, n, TILES: tl.constexpr, ROW_WARPS: tl.constexpr):
+    """Add one tile over the warps that shared K and write it."""
     t0, t1, t2, t3 = total
-    # As [32, 2, 2]: lane, then odd token, then row g + 8.
-    y = tl.sum(tl.join(tl.join(t0, t1), tl.join(t2, t3)), axis=0)
-    position = tl.arange(0, 32)[:, None, None]
-    odd = tl.arange(0, 2)[None, :, None]
-    later = tl.arange(0, 2)[None, None, :]
-    row = first_row + position // 4 + later * 8
+    # As [row warps, 32, 2, 2]: then lane, odd token, row g + 8.
+    y = tl.join(tl.join(t0, t1), tl.join(t2, t3))
+    y = tl.sum(tl.reshape(y, (y.shape[0] // ROW_WARPS, ROW_WARPS, 32, 2, 2)), axis=0)
+    warp = tl.arange(0, ROW_WARPS)[:, None, None, None]
+    position = tl.arange(0, 32)[None, :, None, None]
+    odd = tl.arange(0, 2)[None, None, :, None]
+    later = tl.arange(0, 2)[None, None, None, :]
+    row = first_row + warp * (16 * TILES) + position // 4 + later * 8
     token = first_token + position % 4 * 2 + odd
     cell = out_ptr + token.to(tl.int64) * n + row
     tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < n) & (token < m))
@@ -300,50 +380,64 @@ def fragment_kernel(
     GROUP_W: tl.constexpr,
     GROUP_X: tl.constexpr,
     TILES: tl.constexpr,
-    WARPS: tl.constexpr,
+    ROW_WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr,
     HALVES: tl.constexpr,
     AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``out [m, n]`` of up to ``8 * HALVES`` tokens; ``16 * TILES`` rows a program, every ``WARPS``-th block of 128 along K a
-    warp, ``AHEAD`` of them on their way. ``num_warps`` is ``WARPS``. Grid ``(ceil(n / (16 * TILES)),)``.
+    """``out [m, n]`` of up to ``8 * HALVES`` tokens. A warp has ``16 * TILES`` rows, ``ROW_WARPS`` of them side by side, and of K
+    every ``K_WARPS``-th block of 128, ``AHEAD`` of which are on their way. ``num_warps`` is ``ROW_WARPS * K_WARPS``. Grid
+    ``(ceil(n / (16 * TILES * ROW_WARPS)),)``.
+
+    ``WHOLE`` says that ``n`` is at least the rows of a program; the last one then shares rows with its neighbour, and both write
+    the same.
     """
-    STEPS: tl.constexpr = (K // 128 + WARPS - 1) // WARPS
-    LAST: tl.constexpr = (STEPS // AHEAD - 1) * AHEAD
+    STEPS: tl.constexpr = (K // 128 + K_WARPS - 1) // K_WARPS
     lane = tl.arange(0, 32)[None, :]
-    warp = tl.arange(0, WARPS)[:, None]
-    first_row = tl.program_id(0) * (16 * TILES)
-    codes, scales = _row_pointers(codes_ptr, scales_ptr, first_row, lane, n, K, GROUP_W, TILES)
-    activation = _token_pointers(values_ptr, x_scales_ptr, sums_ptr, lane, m, K, GROUP_X, HALVES)
-    nothing = tl.zeros((WARPS, 32), tl.float32)
+    warp = tl.arange(0, ROW_WARPS * K_WARPS)[:, None]
+    part = warp // ROW_WARPS
+    first_row = tl.program_id(0) * (16 * TILES * ROW_WARPS)
+    if WHOLE:
+        first_row = tl.minimum(first_row, n - 16 * TILES * ROW_WARPS)
+    mine = first_row + warp % ROW_WARPS * (16 * TILES)
+    rows = _row_pointers(codes_ptr, scales_ptr, mine, lane, n, K, GROUP_W, TILES, WHOLE)
+    g, pair, last = lane // 4, lane % 4 * 2, 8 * (HALVES - 1)
+    activation = (
+        _token_pointers(values_ptr, x_scales_ptr, sums_ptr, g, pair, lane, m, K, GROUP_X),
+        _token_pointers(values_ptr, x_scales_ptr, sums_ptr, last + g, last + pair, lane, m, K, GROUP_X),
+    )
+    nothing = tl.zeros((ROW_WARPS * K_WARPS, 32), tl.float32)
     totals = ()
     for _half in tl.static_range(HALVES):
-        mine = ()
+        tiles = ()
         for _tile in tl.static_range(TILES):
-            mine += ((nothing, nothing, nothing, nothing),)
-        totals += (mine,)
+            tiles += ((nothing, nothing, nothing, nothing),)
+        totals += (tiles,)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
-        asked += (_ask_tiles(codes, scales, step, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
+        asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    for first in tl.range(0, LAST, AHEAD):
-        following = ()
-        for i in tl.static_range(AHEAD):
-            totals = _add_block(
-                totals, asked[i], activation, first + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
-            )
-            following += (_ask_tiles(codes, scales, first + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
-        asked = following
-    for i in tl.static_range(STEPS % AHEAD):
-        asked += (_ask_tiles(codes, scales, LAST + AHEAD + i, warp, K, GROUP_W, TILES, WARPS, ON_GPU),)
-    for i in tl.static_range(AHEAD + STEPS % AHEAD):
-        totals = _add_block(
-            totals, asked[i], activation, LAST + i, warp, lane, K, GROUP_W, GROUP_X, TILES, HALVES, WARPS, ON_GPU
-        )
+    tokens = _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
+    # One step a round: more of them would be interleaved, which costs registers.
+    for step in tl.range(0, STEPS - AHEAD):
+        totals, tokens = _add_block(
+            totals, asked[0], activation, tokens, step, part, lane,
+            K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
+        )  # fmt: skip
+        new = _ask_tiles(rows, step + AHEAD, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU)
+        asked = _moved_up(asked, new, AHEAD)
+    for step in tl.range(STEPS - AHEAD, STEPS):
+        totals, tokens = _add_block(
+            totals, asked[0], activation, tokens, step, part, lane,
+            K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
+        )  # fmt: skip
+        asked = _moved_up(asked, asked[0], AHEAD)
     for half in tl.static_range(HALVES):
         for tile in tl.static_range(TILES):
-            _store(totals[half][tile], out_ptr, first_row + tile * 16, half * 8, m, n)
+            _store(totals[half][tile], out_ptr, first_row + tile * 16, half * 8, m, n, TILES, ROW_WARPS)

@@ -9,8 +9,7 @@ import triton
 
 from freetoken.kernels import launch
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
-from freetoken.kernels.pq2_gemv.configs import FEW_TOKENS, MAX_TOKENS, TILE, PQ2Config, pick_config
-from freetoken.kernels.pq2_gemv.few import few_kernel
+from freetoken.kernels.pq2_gemv.configs import MAX_TOKENS, PQ2Config, pick_config
 from freetoken.kernels.pq2_gemv.fragments import fragment_kernel
 from freetoken.kernels.pq2_gemv.single import single_kernel
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
@@ -19,15 +18,16 @@ POINTERS = (torch.int32, torch.int32, torch.int32, torch.int32, torch.float16)
 """What the kernels see of an activation's values, scales and sums and of a weight's codes and scales."""
 
 
-def _settings(config: PQ2Config, k: int, group_w: int, group_x: int, tokens: int, early: bool) -> dict[str, Any]:
+def _settings(
+    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool
+) -> dict[str, Any]:
     """Compile-time arguments and launch options."""
     own: dict[str, Any]
     if config.kind == "fragments":
-        own = {"TILES": config.rows // TILE, "WARPS": config.num_warps, "HALVES": 1 if tokens <= 8 else 2}
+        own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}
+        own |= {"HALVES": -(-tokens // 8), "WHOLE": n >= config.rows}
     else:
         own = {"ROWS": config.rows, "LANES": config.lanes}
-        if config.kind == "few":
-            own["TOKENS"] = min(tokens, FEW_TOKENS)
     return own | {
         "K": k,
         "GROUP_W": group_w,
@@ -41,7 +41,7 @@ def _settings(config: PQ2Config, k: int, group_w: int, group_x: int, tokens: int
 
 
 def _kernel(config: PQ2Config) -> Any:
-    return {"single": single_kernel, "few": few_kernel, "fragments": fragment_kernel}[config.kind]
+    return single_kernel if config.kind == "single" else fragment_kernel
 
 
 def _sizes(config: PQ2Config, m: int, n: int) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def compile_only(
     config: PQ2Config, n: int, k: int, m: int, group_w: int, group_x: int, out_dtype: torch.dtype, early: bool
 ) -> Any:
     """Compile what :func:`linear` would launch on the current CUDA device, into the compiler's cache; the compiled kernel."""
-    settings = _settings(config, k, group_w, group_x, m, early)
+    settings = _settings(config, n, k, group_w, group_x, m, early)
     sizes = _sizes(config, m, n)
     return _kernel(config).warmup(*POINTERS, out_dtype, *sizes, ON_GPU=True, grid=(1,), **settings)
 
@@ -65,7 +65,7 @@ def linear(
     *,
     config: PQ2Config | None = None,
 ) -> torch.Tensor:
-    """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 16 tokens.
+    """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 32 tokens.
 
     ``out`` must be contiguous. ``ValueError`` for settings that cannot run these sizes.
     """
@@ -79,8 +79,7 @@ def linear(
     if not 1 <= m <= MAX_TOKENS or (config.kind == "single" and m > 1) or not config.legal(k):
         raise ValueError(f"{config} cannot run {m} tokens of {n} by {k}")
     early = launch.early(weight.codes)
-    grid = (triton.cdiv(n, config.rows), triton.cdiv(m, FEW_TOKENS) if config.kind == "few" else 1)
-    _kernel(config)[grid](
+    _kernel(config)[(triton.cdiv(n, config.rows),)](
         activation.values.view(torch.int32),
         activation.scales.view(torch.int32),
         activation.sums,
@@ -89,6 +88,6 @@ def linear(
         out,
         *_sizes(config, m, n),
         ON_GPU=weight.codes.is_cuda,
-        **_settings(config, k, weight.group, activation.group, m, early),
+        **_settings(config, n, k, weight.group, activation.group, m, early),
     )
     return out

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from freetoken.kernels import checking
+from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.qsa import reference
+from freetoken.kernels.qsa import checks, reference
+from freetoken.kernels.qsa.plan import PieceConfig, PiecePlan, piece_config, plan_pieces
 from freetoken.kernels.qsa.reference import Geometry, IndexStep, Pools, flat_slots
 
-__all__ = ["Geometry", "IndexStep", "Pools", "Qsa", "flat_slots"]
+__all__ = ["Geometry", "IndexStep", "PieceConfig", "PiecePlan", "Pools", "Qsa", "flat_slots"]
 
 
 class Qsa:
-    """The op with its implementation bound once. The kernels serve decodes; prompt pieces go through :mod:`reference` in any case.
+    """The op with its implementation bound once.
 
     ``rope_table [max_pos, R]`` is that of attention, ``config`` the indexer.
     """
@@ -26,15 +29,15 @@ class Qsa:
         self._checked = choice.impl == "check"
         self._num_sms = 16
         if self.fused:
-            from freetoken.kernels.qsa import triton
+            from freetoken.kernels.qsa import pieces, triton
 
-            self._triton = triton
+            self._triton, self._pieces = triton, pieces
             if rope_table.is_cuda:
                 self._num_sms = torch.cuda.get_device_properties(rope_table.device).multi_processor_count
 
     @property
     def needs_steps(self) -> bool:
-        """Whether decodes, too, need an :class:`IndexStep`."""
+        """Whether an :class:`IndexStep` is needed."""
         return not self.fused or self._checked
 
     def index(
@@ -45,22 +48,23 @@ class Qsa:
         eps: float,
         where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         step: IndexStep | None,
-        fused: bool,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Index queries ``[T, Hi, Di]`` of ``projected [T, (Hi + 1) Di]``, keys stored in ``pool``; ``fused`` is for one token a request.
+        """Index queries ``[T, Hi, Di]`` of ``projected [T, (Hi + 1) Di]``, keys stored in ``pool``.
 
         ``norms`` are the float32 weights for queries and keys, ``where`` page table, rows, positions and slots of the tokens.
+        ``before [T]`` int64 counts how many tokens right before each in the step are of its text; ``None`` for one token a request.
         """
-        if not (fused and self.fused):
+        if not self.fused:
             assert step is not None
             return reference.index(projected, pool, norms, eps, step)
         expected = kept = None
         if self._checked and step is not None:
             checking.refuse_capture("qsa", self.choice.flag)
-            before = pool.clone()
-            expected = reference.index(projected, before, norms, eps, step)
-            kept = before.flatten(0, 1)[where[3]]
-        out = self._triton.index(projected, pool, self.table, norms, eps, *where, self.config.ratio)
+            copy = pool.clone()
+            expected = reference.index(projected, copy, norms, eps, step)
+            kept = copy.flatten(0, 1)[where[3]]
+        out = self._triton.index(projected, pool, self.table, norms, eps, *where, self.config.ratio, before)
         if expected is not None and kept is not None:
             owned = where[3] >= pool.shape[1]
             checking.require_close("qsa", "the index queries", out, expected)
@@ -87,34 +91,52 @@ class Qsa:
         out = self._triton.attend(q, pools, chosen, counts, self._num_sms, scale)
         if self._checked:
             checking.refuse_capture("qsa", self.choice.flag)
-            self._check(out, (scores, chosen, counts), q, index_q, pools, page_table, rows, seq_lens, longest, scale)
+            found = (scores, chosen, counts, out)
+            checks.check_decodes(found, q, index_q, pools, page_table, rows, seq_lens, longest, self.config, scale)
         return out
 
-    def _check(
+    def plan(
+        self, q_lens: Sequence[int], seq_lens: Sequence[int], decodes: int, pool: torch.Tensor, num_heads: int
+    ) -> PiecePlan:
+        """For :meth:`attend_pieces`: pieces of ``q_lens`` tokens at the ends of texts of ``seq_lens``, behind ``decodes`` requests.
+
+        ``pool [pages, Hkv, page_size, D]`` is any of K or V; no element of it is read."""
+        group, capability = num_heads // pool.shape[1], launch.capability(pool.device) or (8, 0)
+        piece = piece_config(pool.shape[3], group, self.config.head_dim, pool.dtype, capability)
+        return plan_pieces(q_lens, seq_lens, decodes, self.config, piece, pool.device)
+
+    def attend_pieces(
         self,
-        out: torch.Tensor,
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         q: torch.Tensor,
         index_q: torch.Tensor,
         pools: Pools,
         page_table: torch.Tensor,
         rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        longest: int,
+        positions: torch.Tensor,
+        plan: PiecePlan,
         scale: float,
-    ) -> None:
-        """Scores against the reference's; the selection exactly, from the scores at hand; attention over that selection."""
-        scores, chosen, counts = found
-        whole = torch.div(seq_lens.long(), self.config.ratio, rounding_mode="floor")
-        known = torch.arange(scores.shape[1], device=scores.device) < whole[:, None]
-        wanted = reference.score(index_q, pools, page_table, rows, longest, self.config)
-        checking.require_close("qsa", "the scores", scores[known], wanted[known])
-        where = (page_table, rows, seq_lens.long())
-        slots, valid = reference.select_best(scores, *where, pools.page_size, self.config)
-        listed = torch.arange(chosen.shape[1], device=chosen.device) < counts[:, None]
-        ours, theirs = (part.sort(1).values for part in (chosen.long().where(listed, -1), slots.where(valid, -1)))
-        width = max(ours.shape[1], theirs.shape[1])
-        ours, theirs = (torch.nn.functional.pad(part, (width - part.shape[1], 0), value=-1) for part in (ours, theirs))
-        if not torch.equal(ours, theirs):
-            raise checking.KernelCheckError("qsa: the kernel selects other tokens than the reference")
-        checking.require_close("qsa", "attention", out, reference.attend_slots(q, pools, slots, valid, scale))
+    ) -> torch.Tensor:
+        """``[T, Hq * D]``: queries ``q [T, Hq, D]`` and ``index_q`` of the tokens of pieces at ``positions [T]``.
+
+        ``rows [B]`` are those of all requests of the batch, decodes before them. Scratch memory is bounded by the indexer's geometry.
+        """
+        if not self.fused:
+            parts, token = [], 0
+            for number, (count, seq_len) in enumerate(zip(plan.q_lens, plan.seq_lens, strict=True), plan.decodes):
+                piece, token = slice(token, token + count), token + count
+                text = (page_table, rows[number : number + 1], seq_len, self.config, scale)
+                parts.append(reference.attend_piece(q[piece], index_q[piece], pools, *text))
+            return torch.cat(parts)
+        q, index_q = q.contiguous(), index_q.contiguous()
+        out = torch.empty_like(q)
+        where, kernels = (page_table, rows), self._pieces
+        for part in plan.parts:
+            tokens = slice(part.begin, part.end)
+            scores = kernels.score(index_q, pools, *where, plan, part, self.config)
+            found = kernels.bounds(scores, positions[tokens], self.config)
+            listed = kernels.list_tokens(scores, found, *where, pools.page_size, plan, part, self.config)
+            kernels.attend(q, pools, plan.tiles[part.attend], listed, plan.config, scale, out)
+            if self._checked:
+                text = (pools, page_table, rows, positions, plan, part, self.config, scale)
+                checks.check_part((scores, *listed), q, index_q, out, *text)
+        return out.flatten(1)

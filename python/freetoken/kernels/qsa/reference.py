@@ -23,11 +23,13 @@ from freetoken.kernels.rope_kv.reference import Lines, head_norm, rotate
 class Geometry(Protocol):
     """The indexer: ``ratio`` tokens a block, of which a query sees the ``blocks`` best and the open one, ``visible`` tokens at most.
 
-    Decodes gather ``gather_elements`` of keys, or of K and V, at a time; a part of a prompt piece has a mask of ``mask_elements``.
+    Decodes gather ``gather_elements`` of keys, or of K and V, at a time; a part of a prompt piece has a mask of ``mask_elements``, or
+    with the kernels ``score_elements`` scores and as many listed tokens.
     """
 
     gather_elements: ClassVar[int]
     mask_elements: ClassVar[int]
+    score_elements: ClassVar[int]
 
     @property
     def head_dim(self) -> int:
@@ -154,7 +156,8 @@ def score(
     config: Geometry,
 ) -> torch.Tensor:
     """Scores ``[B, longest // ratio]`` float32 of the blocks of each request; those past its end mean nothing."""
-    ends = torch.arange(config.ratio - 1, longest, config.ratio, device=index_q.device).expand(rows.shape[0], -1)
+    block = torch.arange(longest // config.ratio, device=index_q.device)
+    ends = (block * config.ratio + config.ratio - 1).expand(rows.shape[0], -1)
     keys = pools.index.view(-1, config.head_dim)[flat_slots(page_table, rows, ends, pools.page_size)]
     return _scores(index_q[:, None], keys)[:, 0]
 

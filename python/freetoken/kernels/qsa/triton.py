@@ -15,21 +15,40 @@ from freetoken.kernels.qsa.reference import Geometry, Pools
 
 SCORE_BLOCKS = 64
 SELECT_CHUNK = 4096
+SELECT_SPLIT = 4096
+"""Texts of more than twice so many blocks are searched by a program for each so many first."""
 
 
 @triton.jit
-def _slot(table, position, mask, PAGE: tl.constexpr):
+def slot_of(table, position, mask, PAGE: tl.constexpr):
     """Flat slot of each position of the request whose page numbers begin at ``table``."""
     return tl.load(table + position // PAGE, mask=mask, other=0).to(tl.int64) * PAGE + position % PAGE
 
 
 @triton.jit
-def _raw(column, inside, own, pool_ptr, table, position, D: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr):
-    """Columns of the mean of a block's raw keys, the last of which is ``own`` (rounded as it would be stored)."""
+def _raw(
+    column,
+    inside,
+    source,
+    pool_ptr,
+    table,
+    position,
+    before,
+    stride,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Columns of the mean of a block's raw keys, all rounded as they are stored. The last is at ``source``, ``before`` it those of
+    this step, and the others in the pool."""
+    own = tl.load(source + column, mask=inside, other=0.0)
     total = own.to(pool_ptr.dtype.element_ty).to(tl.float32)
     for back in tl.static_range(1, RATIO):
-        slot = _slot(table, position - back, True, PAGE)
-        total += tl.load(pool_ptr + slot * D + column, mask=inside, other=0.0).to(tl.float32)
+        fresh = column * 0 + before >= back
+        slot = slot_of(table, position - back, True, PAGE)
+        raw = tl.load(source - back * stride + column, mask=inside & fresh, other=0.0)
+        kept = tl.load(pool_ptr + slot * D + column, mask=inside & (fresh == 0), other=0.0)
+        total += tl.where(fresh, raw.to(pool_ptr.dtype.element_ty), kept).to(tl.float32)
     return total / RATIO
 
 
@@ -44,6 +63,7 @@ def index_kernel(
     rows_ptr,
     positions_ptr,
     slots_ptr,
+    before_ptr,
     out_ptr,
     projected_stride,
     table_stride,
@@ -54,10 +74,12 @@ def index_kernel(
     R: tl.constexpr,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Grid ``(HEADS + 1, B)``: a query head normed and rotated, or (the last) the token's key stored."""
-    head = tl.program_id(0)
-    lane = tl.program_id(1).to(tl.int64)
+    """Grid ``(T, HEADS + 1)``: a query head normed and rotated, or (the last) the token's key stored. Without ``PIECES`` no token has
+    one of its own text before it in the step."""
+    lane = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     STORAGE: tl.constexpr = projected_ptr.dtype.element_ty
     HALF: tl.constexpr = R // 2
     column = tl.arange(0, BLOCK_D)
@@ -77,8 +99,14 @@ def index_kernel(
         turned = tl.maximum(position - (RATIO - 1), 0)
         if rotated:
             table = page_table_ptr + tl.load(rows_ptr + lane) * table_stride
-            wide = _raw(column, inside, x, pool_ptr, table, position, D, RATIO, PAGE).to(STORAGE).to(tl.float32)
-            wide_other = _raw(other, inside, y, pool_ptr, table, position, D, RATIO, PAGE).to(STORAGE).to(tl.float32)
+            before = 0
+            if PIECES:
+                before = tl.load(before_ptr + lane).to(tl.int32)
+            wide = _raw(column, inside, source, pool_ptr, table, position, before, projected_stride, D, RATIO, PAGE)
+            wide_other = _raw(
+                other, inside, source, pool_ptr, table, position, before, projected_stride, D, RATIO, PAGE
+            )
+            wide, wide_other = wide.to(STORAGE).to(tl.float32), wide_other.to(STORAGE).to(tl.float32)
     root = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
     first = wide * root * tl.load(weight_ptr + column, mask=inside, other=0.0)
     second = wide_other * root * tl.load(weight_ptr + other, mask=inside, other=0.0)
@@ -105,14 +133,18 @@ def index(
     positions: torch.Tensor,
     slots: torch.Tensor,
     ratio: int,
+    before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Index queries ``[B, Hi, Di]`` of ``projected [B, (Hi + 1) Di]`` (any row stride), one token a request; its key goes to
-    ``pool [pages, page_size, Di]``. ``norms`` are the float32 weights ``[Di]`` for queries and keys."""
+    """Index queries ``[T, Hi, Di]`` of ``projected [T, (Hi + 1) Di]`` (any row stride); keys go to ``pool [pages, page_size, Di]``.
+
+    ``norms`` are the float32 weights ``[Di]`` for queries and keys. ``before [T]`` int64 counts how many tokens right before each
+    are of its text; ``None`` for one token a request.
+    """
     batch, size = projected.shape[0], pool.shape[2]
     heads = projected.shape[1] // size - 1
     out = projected.new_empty(batch, heads, size)
     if batch:
-        index_kernel[(heads + 1, batch)](
+        index_kernel[(batch, heads + 1)](
             projected,
             pool,
             rope_table,
@@ -121,6 +153,7 @@ def index(
             rows,
             positions,
             slots,
+            positions if before is None else before,
             out,
             projected.stride(0),
             page_table.stride(0),
@@ -131,6 +164,7 @@ def index(
             R=rope_table.shape[1],
             RATIO=ratio,
             PAGE=pool.shape[1],
+            PIECES=before is not None,
             num_warps=1,
         )
     return out
@@ -163,7 +197,7 @@ def score_kernel(
     column = tl.arange(0, BLOCK_D)
     inside = column < D
     table = page_table_ptr + tl.load(rows_ptr + lane) * table_stride
-    slot = _slot(table, block * RATIO + (RATIO - 1), block < whole, PAGE)
+    slot = slot_of(table, block * RATIO + (RATIO - 1), block < whole, PAGE)
     mask = (block < whole)[:, None] & inside[None, :]
     keys = tl.load(pool_ptr + slot[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCKS,), dtype=tl.float32)
@@ -209,8 +243,90 @@ def score(
 
 
 @triton.jit
+def find_bounds(scores, whole, KEPT: tl.constexpr, CHUNK: tl.constexpr):
+    """The bits of the least of the first ``whole`` scores that is kept, and the last block with just these bits that is: the earlier
+    of equals win. ``KEPT`` are kept, or all.
+
+    Scores are not negative, so their bits order as they do, and four at a time of the least one are found. That ends as soon as all
+    scores that begin with the bits known are kept.
+    """
+    offset = tl.arange(0, CHUNK)
+    digits = tl.arange(0, 32)
+    least = 0
+    known = 0
+    wanted = KEPT
+    equals = whole
+    shift = 28
+    while (shift >= 0) & (equals > wanted):
+        counts = tl.zeros((32,), dtype=tl.int32)
+        for begin in range(0, whole, CHUNK):
+            block = begin + offset
+            bits = tl.load(scores + block, mask=block < whole, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            same = (block < whole) & (((bits ^ least) & known) == 0)
+            counts += tl.histogram(tl.where(same, (bits >> shift) & 15, 16), 32)
+        counts = tl.where(digits < 16, counts, 0)
+        from_top = tl.cumsum(counts, 0, reverse=True)
+        digit = tl.max(tl.where((from_top >= wanted) & (digits < 16), digits, 0), 0)
+        wanted -= tl.sum(tl.where(digits > digit, counts, 0), 0)
+        equals = tl.sum(tl.where(digits == digit, counts, 0), 0)
+        least = least | (digit << shift)
+        known = known | (15 << shift)
+        shift -= 4
+    cut = whole
+    if equals > wanted:
+        passed = 0
+        cut = 0
+        for begin in range(0, whole, CHUNK):
+            block = begin + offset
+            bits = tl.load(scores + block, mask=block < whole, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            equal = ((block < whole) & (bits == least)).to(tl.int32)
+            rank = passed + tl.cumsum(equal, 0)
+            cut = tl.maximum(cut, tl.max(tl.where((equal > 0) & (rank <= wanted), block, 0), 0))
+            passed += tl.sum(equal, 0)
+    return least, cut
+
+
+@triton.jit
+def candidates_kernel(
+    scores_ptr,
+    seq_lens_ptr,
+    best_ptr,
+    blocks_ptr,
+    scores_stride,
+    best_stride,
+    RATIO: tl.constexpr,
+    KEPT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid ``(ceil(most blocks / SPLIT), B)``: the ``KEPT`` best of each ``SPLIT`` blocks of a long text, in the order of the text. None
+    of the best of all is missing, and equals are in order."""
+    lane = tl.program_id(1).to(tl.int64)
+    whole = tl.load(seq_lens_ptr + lane) // RATIO
+    start = tl.program_id(0) * SPLIT
+    if (whole <= 2 * SPLIT) | (start >= whole):
+        return
+    scores = scores_ptr + lane * scores_stride + start
+    count = tl.minimum(whole - start, SPLIT)
+    least, cut = find_bounds(scores, count, KEPT, CHUNK)
+    out = lane * best_stride + tl.program_id(0) * KEPT
+    taken = 0
+    for begin in range(0, count, CHUNK):
+        block = begin + tl.arange(0, CHUNK)
+        score = tl.load(scores + block, mask=block < count, other=0.0)
+        bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        take = (block < count) & ((bits > least) | ((bits == least) & (block <= cut)))
+        place = out + taken + tl.cumsum(take.to(tl.int32), 0) - 1
+        tl.store(best_ptr + place, score, mask=take)
+        tl.store(blocks_ptr + place, start + block, mask=take)
+        taken += tl.sum(take.to(tl.int32), 0)
+
+
+@triton.jit
 def select_kernel(
     scores_ptr,
+    best_ptr,
+    blocks_ptr,
     page_table_ptr,
     rows_ptr,
     seq_lens_ptr,
@@ -218,58 +334,45 @@ def select_kernel(
     counts_ptr,
     table_stride,
     scores_stride,
+    best_stride,
     chosen_stride,
     RATIO: tl.constexpr,
     TAIL: tl.constexpr,
     PAGE: tl.constexpr,
     KEPT: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid ``(B,)``. Scores are not negative, so their bits order as they do: the least one that is kept is found four bits at a time."""
+    """Grid ``(B,)``: of all scores or, with ``SPLIT`` and in a long text, of the candidates."""
     lane = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + lane)
     whole = seq_len // RATIO
     scores = scores_ptr + lane * scores_stride
+    count = whole
+    if SPLIT > 0:
+        long = whole > 2 * SPLIT
+        full = (whole - 1) // SPLIT
+        scores = tl.where(long, best_ptr + lane * best_stride, scores)
+        count = tl.where(long, full * KEPT + tl.minimum(KEPT, whole - full * SPLIT), whole)
     table = page_table_ptr + tl.load(rows_ptr + lane) * table_stride
-    offset = tl.arange(0, CHUNK)
-    digits = tl.arange(0, 32)
-    least = -1
-    wanted = KEPT
-    if whole > KEPT:
-        least = 0
-        for step in tl.static_range(8):
-            shift = 28 - 4 * step
-            counts = tl.zeros((32,), dtype=tl.int32)
-            for begin in range(0, whole, CHUNK):
-                block = begin + offset
-                bits = tl.load(scores + block, mask=block < whole, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                same = block < whole
-                if step > 0:
-                    same = same & ((bits >> (shift + 4)) == (least >> (shift + 4)))
-                counts += tl.histogram(tl.where(same, (bits >> shift) & 15, 16), 32)
-            counts = tl.where(digits < 16, counts, 0)
-            from_top = tl.cumsum(counts, 0, reverse=True)
-            digit = tl.max(tl.where((from_top >= wanted) & (digits < 16), digits, 0), 0)
-            wanted -= tl.sum(tl.where(digits > digit, counts, 0), 0)
-            least = least | (digit << shift)
+    least, cut = find_bounds(scores, count, KEPT, CHUNK)
     chosen = chosen_ptr + lane * chosen_stride
     taken = 0
-    equals = 0
-    for begin in range(0, whole, CHUNK):
-        block = begin + offset
-        inside = block < whole
-        bits = tl.load(scores + block, mask=inside, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        equal = (inside & (bits == least)).to(tl.int32)
-        rank = equals + tl.cumsum(equal, 0)
-        take = inside & ((bits > least) | ((equal > 0) & (rank <= wanted)))
+    for begin in range(0, count, CHUNK):
+        entry = begin + tl.arange(0, CHUNK)
+        bits = tl.load(scores + entry, mask=entry < count, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        take = (entry < count) & ((bits > least) | ((bits == least) & (entry <= cut)))
+        block = entry
+        if SPLIT > 0:
+            named = take & (entry * 0 + whole > 2 * SPLIT)
+            block = tl.where(named, tl.load(blocks_ptr + lane * best_stride + entry, mask=named, other=0), entry)
         place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
         for token in tl.static_range(RATIO):
-            slot = _slot(table, block * RATIO + token, take, PAGE)
+            slot = slot_of(table, block * RATIO + token, take, PAGE)
             tl.store(chosen + place * RATIO + token, slot.to(tl.int32), mask=take)
         taken += tl.sum(take.to(tl.int32), 0)
-        equals += tl.sum(equal, 0)
     tail = whole * RATIO + tl.arange(0, TAIL)
-    slot = _slot(table, tail, tail < seq_len, PAGE)
+    slot = slot_of(table, tail, tail < seq_len, PAGE)
     tl.store(chosen + taken * RATIO + tl.arange(0, TAIL), slot.to(tl.int32), mask=tail < seq_len)
     tl.store(counts_ptr + lane, taken * RATIO + seq_len - whole * RATIO)
 
@@ -283,28 +386,37 @@ def select(
     config: Geometry,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots ``[B, visible]`` int32 that the last token of each request sees, in the order of the text, and how many ``[B]`` int32."""
-    batch = rows.shape[0]
-    chosen = torch.empty((batch, config.visible), dtype=torch.int32, device=rows.device)
-    counts = torch.empty(batch, dtype=torch.int32, device=rows.device)
-    if batch:
-        chunk = min(SELECT_CHUNK, max(32, next_power_of_two(scores.shape[1])))
-        select_kernel[(batch,)](
-            scores,
-            page_table,
-            rows,
-            seq_lens,
-            chosen,
-            counts,
-            page_table.stride(0),
-            scores.stride(0),
-            chosen.stride(0),
-            RATIO=config.ratio,
-            TAIL=next_power_of_two(config.ratio),
-            PAGE=page_size,
-            KEPT=config.blocks,
-            CHUNK=chunk,
-            num_warps=max(1, min(16, chunk // 256)),
-        )
+    batch, most, device = rows.shape[0], scores.shape[1], rows.device
+    chosen = torch.empty((batch, config.visible), dtype=torch.int32, device=device)
+    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    if not batch:
+        return chosen, counts
+    chunk = min(SELECT_CHUNK, max(32, next_power_of_two(most)))
+    launch = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "num_warps": max(1, min(16, chunk // 256))}
+    split = SELECT_SPLIT if most > 2 * SELECT_SPLIT and config.blocks <= SELECT_SPLIT // 2 else 0
+    splits = triton.cdiv(most, split) if split else 0
+    best = torch.empty((batch, splits * config.blocks), dtype=torch.float32, device=device)
+    blocks = torch.empty(best.shape, dtype=torch.int32, device=device)
+    strides = (scores.stride(0), best.stride(0))
+    if split:
+        candidates_kernel[(splits, batch)](scores, seq_lens, best, blocks, *strides, SPLIT=split, **launch)
+    select_kernel[(batch,)](
+        scores,
+        best,
+        blocks,
+        page_table,
+        rows,
+        seq_lens,
+        chosen,
+        counts,
+        page_table.stride(0),
+        *strides,
+        chosen.stride(0),
+        TAIL=next_power_of_two(config.ratio),
+        PAGE=page_size,
+        SPLIT=split,
+        **launch,
+    )
     return chosen, counts
 
 
@@ -321,6 +433,7 @@ def attend(
     out = torch.empty_like(q)
     needed = workspace_size(batch, heads, size, config.splits)
     workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
+    arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
     lanes = torch.arange(batch, device=q.device)
-    attn_decode_triton(q, pools.k, pools.v, chosen, lanes, counts, out, scale, config, workspace, slots=True)
+    attn_decode_triton(q, pools.k, pools.v, chosen, lanes, counts, out, scale, config, workspace, arrivals, slots=True)
     return out.flatten(1)
