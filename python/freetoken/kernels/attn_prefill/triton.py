@@ -12,7 +12,7 @@ from freetoken.kernels.attn_prefill.config import PrefillConfig
 
 
 @triton.jit
-def _softmax_step(s, v, acc, row_max, row_sum):
+def softmax_step(s, v, acc, row_max, row_sum):
     """Fold base-2 scores ``s [M, N]`` and values ``v [N, D]`` into the running softmax."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     rescale = tl.exp2(row_max - new_max)
@@ -62,7 +62,7 @@ def _attend(
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
             s = tl.where(pos[None, :] <= q_pos[:, None], s, float("-inf"))
-        acc, row_max, row_sum = _softmax_step(s, v, acc, row_max, row_sum)
+        acc, row_max, row_sum = softmax_step(s, v, acc, row_max, row_sum)
     return acc, row_max, row_sum
 
 
