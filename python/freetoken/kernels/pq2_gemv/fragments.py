@@ -285,21 +285,20 @@ def _add_block(
     K_WARPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` of the next block's first eight.
+    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` that come after, two times eight.
 
-    Values are asked for while those before them are multiplied.
+    Values are asked for two ahead: the assembler puts loads as late as it can, and the cache near the programs may be small.
     """
     rows = ()
     for tile in tl.static_range(TILES):
         rows += (_unpacked(asked[tile]),)
     added = ()
     for half in tl.static_range(HALVES):
-        if half + 1 < HALVES:
-            following = _ask_tokens(activation, half + 1, step, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
-        else:
-            following = _ask_tokens(activation, 0, step + 1, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
-        added += (_add_half(totals[half], rows, asked, tokens, lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
-        tokens = following
+        new = _ask_tokens(
+            activation, (half + 2) % HALVES, step + (half + 2) // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU
+        )
+        added += (_add_half(totals[half], rows, asked, tokens[0], lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
+        tokens = (tokens[1], new)
     return added, tokens
 
 
@@ -423,7 +422,10 @@ def fragment_kernel(
         asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    tokens = _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
+    tokens = (
+        _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+        _ask_tokens(activation, 1 % HALVES, 1 // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+    )
     # One step a round: more of them would be interleaved, which costs registers.
     for step in tl.range(0, STEPS - AHEAD):
         totals, tokens = _add_block(
