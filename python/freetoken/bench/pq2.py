@@ -21,7 +21,7 @@ import torch
 from freetoken.bench import figures, roof
 from freetoken.bench.op_rows import Sizes
 from freetoken.kernels import checking, launch
-from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, QuantisedActivation, candidates, pick_config, reference
+from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, Quantised, candidates, pick_config, reference
 from freetoken.kernels.pq2_gemv import triton as product
 from freetoken.kernels.pq2_gemv.configs import CLASSES, forget_tables, read_table, table_path, write_table
 from freetoken.kernels.pq2_gemv.quantiser import quantise
@@ -75,7 +75,7 @@ class Chain:
     """Weights of a whole token in model order and one activation for each width and number of tokens."""
 
     weights: list[PQ2Weight]
-    inputs: dict[tuple[int, int], tuple[torch.Tensor, QuantisedActivation]] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], tuple[torch.Tensor, Quantised]] = field(default_factory=dict)
 
     @classmethod
     def random(cls, order: Iterable[Shape]) -> Chain:
@@ -87,7 +87,7 @@ class Chain:
         """Bytes of all weights."""
         return sum(weight.nbytes for weight in self.weights)
 
-    def input(self, tokens: int, k: int) -> tuple[torch.Tensor, QuantisedActivation]:
+    def input(self, tokens: int, k: int) -> tuple[torch.Tensor, Quantised]:
         """An activation of this size, in bfloat16 and quantised."""
         if (tokens, k) not in self.inputs:
             x = torch.randn(tokens, k, device="cuda").bfloat16()
@@ -175,9 +175,7 @@ def compile_all(jobs: Iterable[tuple[PQ2Config, int, int]], seconds: float) -> s
     return good
 
 
-def alone_us(
-    config: PQ2Config, weights: list[PQ2Weight], activation: QuantisedActivation, expected: torch.Tensor
-) -> float:
+def alone_us(config: PQ2Config, weights: list[PQ2Weight], activation: Quantised, expected: torch.Tensor) -> float:
     """Microseconds of one product among those with every weight in a graph; infinite where it does not run, or where the product
     with the first weight is not ``expected``."""
     try:
