@@ -78,20 +78,16 @@ class QuantisedActivation:
         return self
 
     def tiled(self) -> TiledActivation:
-        """The same in tiles, made once."""
-        made: TiledActivation | None = self.__dict__.get("_tiled")
-        if made is None:
-            halves = -(-self.tokens // 8)
-            blocks, groups = self.width // 128, self.width // self.group
-            words = torch.zeros((halves * 8, self.width // 4), dtype=torch.int32, device=self.values.device)
-            words[: self.tokens] = self.values.view(torch.int32)
-            words = words.view(halves, 8, blocks, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).contiguous()
-            beside = torch.zeros((groups, halves * 8, 2), dtype=torch.int32, device=self.values.device)
-            beside[:, : self.tokens, 0] = self.scales.view(torch.int32).t()
-            beside[:, : self.tokens, 1] = self.sums.t()
-            made = TiledActivation(words.view(blocks, halves, 2, 32, 4), beside, self.tokens, self.group)
-            object.__setattr__(self, "_tiled", made)
-        return made
+        """The same in tiles."""
+        halves = -(-self.tokens // 8)
+        blocks, groups = self.width // 128, self.width // self.group
+        words = torch.zeros((halves * 8, self.width // 4), dtype=torch.int32, device=self.values.device)
+        words[: self.tokens] = self.values.view(torch.int32)
+        words = words.view(halves, 8, blocks, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).contiguous()
+        beside = torch.zeros((groups, halves * 8, 2), dtype=torch.int32, device=self.values.device)
+        beside[:, : self.tokens, 0] = self.scales.view(torch.int32).t()
+        beside[:, : self.tokens, 1] = self.sums.t()
+        return TiledActivation(words.view(blocks, halves, 2, 32, 4), beside, self.tokens, self.group)
 
 
 @dataclass(frozen=True)
