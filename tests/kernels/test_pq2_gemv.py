@@ -242,7 +242,7 @@ def test_kernel_equals_reference(case: Any, monkeypatch: pytest.MonkeyPatch) -> 
     activation.values[m - 1, :x_group] = 0
     if config.kind == FRAGMENTS:
         # What belongs to no token may be anything.
-        tiles = activation.tiled()
+        activation = tiles = activation.tiled()
         tiles.words.view(-1, tiles.words.shape[1], 2, 8, 4, 4)[:, -1, :, (m - 1) % 8 + 1 :] = -1
         tiles.beside[:, m:] = 0x7FC00000
     with poisoned_outputs(monkeypatch):
@@ -427,8 +427,11 @@ def test_true_shapes_in_a_replayed_graph(n: int, k: int) -> None:
     """Every number of tokens: against the reference, and a replay with changed inputs against an eager call."""
     weight = random_weight(n, k)
     torch.manual_seed(n + k)
-    for m in range(1, 17):
+    for m in (*range(1, 17), 24, 31, 32):
         activation, other = random_activation(m, k), random_activation(m, k)
+        parts = ("values", "scales", "sums") if m == 1 else ("words", "beside")
+        if m > 1:
+            activation, other = activation.tiled(), other.tiled()
         out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
         op.pq2_linear(activation, weight, torch.bfloat16, out)
         assert relative_rms(out, reference.linear(activation, weight, torch.float32)) < 4e-3
@@ -436,7 +439,7 @@ def test_true_shapes_in_a_replayed_graph(n: int, k: int) -> None:
         with torch.cuda.graph(graph):
             op.pq2_linear(activation, weight, torch.bfloat16, out)
         eager = op.pq2_linear(other, weight, torch.bfloat16)
-        for what in ("values", "scales", "sums"):
+        for what in parts:
             getattr(activation, what).copy_(getattr(other, what))
         out.fill_(float("nan"))
         graph.replay()
@@ -463,7 +466,7 @@ def test_every_kernel_is_exact_on_the_gpu(groups: tuple[int, int]) -> None:
 def test_a_chain_of_early_launches_is_ordered() -> None:
     """Quantise, multiply, quantise, ... in one graph: each kernel starts early and must still see what the one before wrote."""
     weights = [random_weight(2048, 2048) for _ in range(12)]
-    for m in (1, 8):
+    for m in (1, 8, 32):
         start = torch.randn(m, 2048, device="cuda").bfloat16()
 
         def run(start: torch.Tensor, multiply: Any = op.pq2_linear, quantise: Any = op.quantise) -> torch.Tensor:
