@@ -129,11 +129,8 @@ def test_a_word_of_codes_meets_four_neighbours() -> None:
 def test_tiles_hold_the_rows_as_stated(m: int, group: int) -> None:
     rows = random_activation(m, 384, group)
     tiles = rows.tiled()
-    assert (
-        tiles is rows.tiled() is tiles.tiled()
-        and rows.rows() is rows
-        and (tiles.tokens, tiles.width, tiles.group) == (m, 384, group)
-    )
+    assert tiles is tiles.tiled() and rows is rows.rows()
+    assert (tiles.tokens, tiles.width, tiles.group) == (m, 384, group)
     words, beside = tiles.words.tolist(), tiles.beside.tolist()
     stored, scales = rows.values.view(torch.int32).tolist(), rows.scales.view(torch.int32).tolist()
     for token in range(m):
