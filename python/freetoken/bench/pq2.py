@@ -262,8 +262,10 @@ class Tuning:
         self.log.append(figures.figure(what, model=MODEL, device="cuda", **values))
 
 
-def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str, Any]]:
-    """Tune every class of token counts within about ``seconds`` and write the table of this card; the figures of the way there.
+def tune(
+    chain: Chain, seconds: float, path: str | None = None, classes: tuple[int, ...] = CLASSES
+) -> list[dict[str, Any]]:
+    """Tune ``classes`` of token counts within about ``seconds`` and write the table of this card; the figures of the way there.
 
     The table lies in the package and is used from now on; ``path`` is for a copy. Settings of an earlier table stay where the
     time was not enough to find others.
@@ -273,12 +275,12 @@ def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str
     target = table_path(capability)
     session = Tuning(chain, time.monotonic() + seconds, capability)
     jobs = dict.fromkeys(
-        (config, k, tokens) for tokens in CLASSES for n, k in SHAPES for config in candidates(n, k, tokens, capability)
+        (config, k, tokens) for tokens in classes for n, k in SHAPES for config in candidates(n, k, tokens, capability)
     )
     print(f"compiling {len(jobs)} kernels", flush=True)
     compiled = compile_all(jobs, seconds * 0.45)
     print(f"  {len(compiled)} of {len(jobs)} compiled without spills", flush=True)
-    for tokens in CLASSES:
+    for tokens in classes:
         if session.late():
             break
         session.in_chain(tokens, session.alone(tokens, compiled), rounds=2 if tokens == 1 else 1)
