@@ -7,7 +7,9 @@ weights. Kernels of others, launched in the ordinary way between ours, start whe
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -30,3 +32,23 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def early(tensor: torch.Tensor) -> bool:
     """Whether a kernel on this tensor's device is to be launched early."""
     return EARLY_LAUNCH and tensor.is_cuda and _cuda_capability(tensor.device.index) >= FIRST_CAPABILITY
+
+
+SHARED_PERCENT = 25
+"""How much of an SM's memory is to be shared memory where the rest is wanted as cache: room for many programs of few KB."""
+_SHARED_MEMORY_CARVEOUT = 9
+_hinted: set[int] = set()
+
+
+def prefer_cache(compiled: Any) -> None:
+    """Ask for a large L1 cache whenever a compiled kernel runs; once for each, and nothing for ``None`` (the interpreter).
+
+    Without, an SM keeps the split that the last kernel with much shared memory needed (the driver's API calls it the preferred
+    shared memory carveout).
+    """
+    handle = getattr(compiled, "function", None)
+    if handle is None or handle in _hinted:
+        return
+    _hinted.add(handle)
+    # A hint: an error would change nothing but the time.
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(handle), _SHARED_MEMORY_CARVEOUT, SHARED_PERCENT)

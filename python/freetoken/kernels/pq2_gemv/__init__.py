@@ -12,7 +12,9 @@ from freetoken.kernels.dispatch import Choice, choose_op
 from freetoken.kernels.pq2_gemv import reference
 from freetoken.kernels.pq2_gemv.activation import (
     ACTIVATION_GROUPS,
+    Quantised,
     QuantisedActivation,
+    TiledActivation,
     activation_group,
     quantise_reference,
 )
@@ -30,7 +32,9 @@ __all__ = [
     "PQ2Config",
     "PQ2Product",
     "PQ2Weight",
+    "Quantised",
     "QuantisedActivation",
+    "TiledActivation",
     "activation_group",
     "candidates",
     "default_config",
@@ -38,6 +42,7 @@ __all__ = [
     "pick_config",
     "pq2_linear",
     "quantise",
+    "tiles_for",
 ]
 
 
@@ -59,24 +64,29 @@ class PQ2Product:
 
             self._triton = triton
 
-    def quantise(self, x: torch.Tensor, group: int) -> QuantisedActivation:
+    def quantise(self, x: torch.Tensor, group: int) -> Quantised:
         """Quantise ``x [M, K]`` as :mod:`freetoken.kernels.pq2_gemv.activation` states."""
         if not self._fused:
             return quantise_reference(x, group)
         from freetoken.kernels.pq2_gemv.quantiser import quantise as fused
 
-        done = fused(x, group)
+        done = fused(x, group, tiles=self.takes_tiles(x.shape[0]))
         if self.choice.impl == "check":
             checking.refuse_capture("pq2_gemv", self.choice.flag)
             expected = quantise_reference(x, group)
             for what in ("values", "scales", "sums"):
-                if not torch.equal(getattr(done, what), getattr(expected, what)):
+                if not torch.equal(getattr(done.rows(), what), getattr(expected, what)):
                     raise checking.KernelCheckError(f"pq2_gemv: the {what} of an activation differ from the reference")
         return done
 
+    def takes_tiles(self, tokens: int) -> bool:
+        """Whether an activation of so many tokens is best made in tiles, as the kernel of several tokens wants it."""
+        fewest = 1 if self.single.impl == "reference" else 2
+        return self._fused and fewest <= tokens <= MAX_TOKENS
+
     def linear(
         self,
-        activation: QuantisedActivation | torch.Tensor,
+        activation: Quantised | torch.Tensor,
         weight: PQ2Weight,
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
@@ -116,7 +126,7 @@ def _product(device: str) -> PQ2Product:
     return PQ2Product(choose_op("pq2_gemv", device), choose_op("pq2_single", device), many)
 
 
-def quantise(x: torch.Tensor, group: int) -> QuantisedActivation:
+def quantise(x: torch.Tensor, group: int) -> Quantised:
     """Quantise ``x [M, K]`` in groups of 32, 64 or 128 as :mod:`freetoken.kernels.pq2_gemv.activation` states."""
     return _product(x.device.type).quantise(x, group)
 
@@ -128,8 +138,13 @@ def group_for(tokens: int, group: int, device: torch.device) -> int:
     return group if many is None or tokens <= MAX_TOKENS else many.activation_group(tokens, group, device)
 
 
+def tiles_for(tokens: int, device: torch.device) -> bool:
+    """Whether what makes an activation of ``tokens`` tokens is to make it in tiles here."""
+    return _product(device.type).takes_tiles(tokens)
+
+
 def pq2_linear(
-    activation: QuantisedActivation | torch.Tensor,
+    activation: Quantised | torch.Tensor,
     weight: PQ2Weight,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
