@@ -6,7 +6,12 @@ import itertools
 from dataclasses import dataclass
 
 MAX_TOKENS = 16
-"""Rows of x up to which these kernels run; more rows go to torch's matmul."""
+"""Rows of x up to which these kernels run with a weight of many rows; more go to torch's matmul."""
+NARROW = 128
+"""Rows up to which a weight is narrow: its products are all latency, and torch's matmul takes a second kernel for parts of K, and
+shared memory that the L1 cache of its neighbours in a decode step would need."""
+NARROW_TOKENS = 32
+"""Rows of x up to which these kernels run with a narrow weight."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,14 @@ def measured(capability: Capability) -> int:
     return len(CONFIGS.get(capability, {}))
 
 
+def max_tokens(n: int) -> int:
+    """Rows of x up to which these kernels run with a weight of ``n`` rows."""
+    return NARROW_TOKENS if n <= NARROW else MAX_TOKENS
+
+
 def m_class(m: int) -> int:
-    """1 for one row of x (matrix-vector kernel), 16 for 2 to 16 (tensor-core kernel)."""
-    return 1 if m == 1 else 16
+    """1 for one row of x (matrix-vector kernel), 16 for 2 to 16 and 32 for 17 to 32 (tensor-core kernel)."""
+    return 1 if m == 1 else 16 if m <= 16 else 32
 
 
 def _power_of_two_at_least(value: int) -> int:
@@ -64,7 +74,7 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None) ->
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
 
     The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
-    program, and cuts K until about a hundred programs run.
+    program (a third of that for a narrow weight), and cuts K until about a hundred programs run.
     """
     found = CONFIGS.get(capability, {}).get((n, k, m_class(m))) if capability is not None else None
     if found is not None:
@@ -73,11 +83,22 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None) ->
         block_k = min(1024, _power_of_two_at_least(k))
         block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
+    if n <= NARROW:
+        return _narrow(n, k)
     block_k = max(16, min(64, _power_of_two_at_least(k)))
     split = 1
     while split < 8 and n // 64 * split < 96 and k // (split * 2) >= 512:
         split *= 2
     return GemmConfig(64, block_k, num_warps=4, num_stages=4, split_k=split)
+
+
+def _narrow(n: int, k: int) -> GemmConfig:
+    """Few rows a program and many parts of K, of two steps or more and all equal where about as many can be."""
+    block_k = max(16, min(128, _power_of_two_at_least(k)))
+    steps = -(-k // block_k)
+    most = max(1, min(steps // 2, 120 // -(-n // 16)))
+    even = next(split for split in range(most, 0, -1) if steps % split == 0)
+    return GemmConfig(16, block_k, num_warps=4, num_stages=2, split_k=even if even * 2 > most else most)
 
 
 def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:
@@ -94,10 +115,13 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
             if block_k <= k and 16 <= per_thread * unroll <= 64 and unroll <= steps and _split_helps(n, block_n, split):
                 found.append(GemmConfig(block_n, block_k, warps, unroll=unroll, split_k=split))
     else:
-        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8), (3, 4, 6), (1, 2, 4))
+        narrow = n <= NARROW
+        depths, splits = ((1, 2, 3), (5, 8, 10, 16, 20, 32, 40)) if narrow else ((3, 4, 6), (1, 2, 4))
+        most = (32 if narrow else 200) * 1024
+        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8), depths, splits)
         for block_n, block_k, warps, stages, split in grid:
-            staged = (block_n + 16) * block_k * 2 * stages
-            if block_k <= k // split and staged <= 200 * 1024 and _split_helps(n, block_n, split):
+            staged = (block_n + m_class(m)) * block_k * 2 * stages
+            if block_k <= k // split and staged <= most and _split_helps(n, block_n, split):
                 found.append(GemmConfig(block_n, block_k, warps, num_stages=stages, split_k=split))
     return list(dict.fromkeys(found))
 
