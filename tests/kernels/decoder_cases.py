@@ -76,6 +76,7 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         "K": k,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
+        "UNROLL": config.unroll,
         "SPLIT_K": config.split_k,
         "HAS_BIAS": False,
         "SILU": silu,
@@ -88,14 +89,21 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
             f"gemv {name}{suffix}",
             f"{GEMM}:gemv_kernel",
             signature,
-            {**values, "UNROLL": config.unroll},
+            values,
             options,
             **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    values["M"] = m_class(m)
+    kernel = f"{GEMM}:gemm_kernel"
+    if config.kind == "fragments":
+        values = {key: values[key] for key in ("N", "K", "UNROLL", "SPLIT_K", "HAS_BIAS", "EARLY", "UNDER")}
+        values |= {"WARPS": config.num_warps, "HALVES": -(-m // 8), "BF16": True, "ON_GPU": True}
+        signature |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i32")
+        kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
+    else:
+        values["M"] = m_class(m)
     return KernelCase(
-        f"gemm {name} m={m}{suffix}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits
+        f"gemm {name} m={m}{suffix}", kernel, {**signature, "m": "i32"}, values, options, **limits
     )
 
 

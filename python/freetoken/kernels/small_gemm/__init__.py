@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from freetoken import environ
 from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.silu_mul import SiluMul
@@ -27,6 +28,7 @@ class SmallGemm:
         self._silu_mul = silu_mul
         self._fused = choice.impl not in ("reference", "host")
         self._checked = choice.impl == "check"
+        self._hiding = bool(environ.get("FREETOKEN_HIDE_SMALL_GEMM"))
         self._host = HostProduct() if choice.impl == "host" else None
         if self._fused:
             from freetoken.kernels.small_gemm import triton
@@ -46,8 +48,8 @@ class SmallGemm:
         return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else max_tokens(weight.shape[0]))
 
     def hides(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether :meth:`linear_under` can take these."""
-        return x.shape[0] > 0 and self._fits(x, weight) and launch.early(x)
+        """Whether :meth:`linear_under` can take these and is not switched off."""
+        return self._hiding and x.shape[0] > 0 and self._fits(x, weight) and launch.early(x)
 
     def linear(
         self,
@@ -67,7 +69,7 @@ class SmallGemm:
     def linear_under(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """:meth:`linear` at the same time as the kernel launched right before, where :meth:`hides` says so.
 
-        That kernel must be launched late (:mod:`freetoken.kernels.launch`), be no product of this op, and come after what makes ``x``.
+        That kernel must be ``LATE`` (:mod:`freetoken.kernels.launch`), be no product of this op, and come after what makes ``x``.
         """
         y = self._triton.linear(x, weight, bias, scratch=self._scratch, under=True)
         if self._checked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_TOKENS = 16
 """Rows of x up to which these kernels run with a weight of many rows; more go to torch's matmul."""
@@ -18,9 +19,10 @@ NARROW_TOKENS = 32
 class GemmConfig:
     """Settings of one launch.
 
-    ``block_n`` output columns a program (with the activation, that many gate rows and as many up rows), ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
-    the depth of the asynchronous copies (tensor-core kernel only). ``unroll`` steps of K are issued together
-    (matrix-vector kernel only). ``split_k`` programs share the rows and add their parts in a fixed order.
+    ``kind`` of the kernel for 2 and more rows: ``tiles``, or ``fragments`` for narrow weights (``block_n`` 16, ``block_k`` 32 times
+    ``num_warps``). ``block_n`` output columns a program (with the activation, that many gate rows and as many up rows), ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
+    the depth of the asynchronous copies (``tiles`` only). ``unroll`` steps of K are issued together
+    (not with ``tiles``). ``split_k`` programs share the rows and add their parts in a fixed order.
     """
 
     block_n: int
@@ -29,6 +31,7 @@ class GemmConfig:
     num_stages: int = 1
     unroll: int = 1
     split_k: int = 1
+    kind: Literal["tiles", "fragments"] = "tiles"
 
 
 Capability = tuple[int, int]
@@ -70,11 +73,13 @@ def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(n: int, k: int, m: int, capability: Capability | None = None) -> GemmConfig:
+def pick_config(
+    n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False
+) -> GemmConfig:
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
 
     The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
-    program (a third of that for a narrow weight), and cuts K until about a hundred programs run.
+    program, and cuts K until about a hundred programs run; that of narrow weights, without ``silu``, needs a twentieth of it.
     """
     found = CONFIGS.get(capability, {}).get((n, k, m_class(m))) if capability is not None else None
     if found is not None:
@@ -83,8 +88,8 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None) ->
         block_k = min(1024, _power_of_two_at_least(k))
         block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
-    if n <= NARROW:
-        return _narrow(n, k)
+    if n <= NARROW and k % 32 == 0 and not silu:
+        return _narrow(n, k, m)
     block_k = max(16, min(64, _power_of_two_at_least(k)))
     split = 1
     while split < 8 and n // 64 * split < 96 and k // (split * 2) >= 512:
@@ -92,13 +97,15 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None) ->
     return GemmConfig(64, block_k, num_warps=4, num_stages=4, split_k=split)
 
 
-def _narrow(n: int, k: int) -> GemmConfig:
-    """Few rows a program and many parts of K, of two steps or more and all equal where about as many can be."""
-    block_k = max(16, min(128, _power_of_two_at_least(k)))
-    steps = -(-k // block_k)
-    most = max(1, min(steps // 2, 120 // -(-n // 16)))
-    even = next(split for split in range(most, 0, -1) if steps % split == 0)
-    return GemmConfig(16, block_k, num_warps=4, num_stages=2, split_k=even if even * 2 > most else most)
+def _narrow(n: int, k: int, m: int) -> GemmConfig:
+    """Rounds of 256 columns whose loads are all on their way at once, in parts of K of equal length where about as many can be."""
+    rounds = -(-k // 256)
+    most = max(1, min(rounds, 160 // -(-n // 16)))
+    even = next(split for split in range(most, 0, -1) if rounds % split == 0)
+    # With many tokens a warp takes one block a round: of more, the assembler asks for one after the other.
+    warps, unroll = (4, 2) if m <= 16 else (8, 1)
+    split = even if even * 2 > most else most
+    return GemmConfig(16, 32 * warps, warps, unroll=unroll, split_k=split, kind="fragments")
 
 
 def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:
@@ -115,14 +122,15 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
             if block_k <= k and 16 <= per_thread * unroll <= 64 and unroll <= steps and _split_helps(n, block_n, split):
                 found.append(GemmConfig(block_n, block_k, warps, unroll=unroll, split_k=split))
     else:
-        narrow = n <= NARROW
-        depths, splits = ((1, 2, 3), (5, 8, 10, 16, 20, 32, 40)) if narrow else ((3, 4, 6), (1, 2, 4))
-        most = (32 if narrow else 200) * 1024
-        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8), depths, splits)
+        grid = itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8), (3, 4, 6), (1, 2, 4))
         for block_n, block_k, warps, stages, split in grid:
             staged = (block_n + m_class(m)) * block_k * 2 * stages
-            if block_k <= k // split and staged <= most and _split_helps(n, block_n, split):
+            if block_k <= k // split and staged <= 200 * 1024 and _split_helps(n, block_n, split):
                 found.append(GemmConfig(block_n, block_k, warps, num_stages=stages, split_k=split))
+    if m > 1 and found[0].kind == "fragments":
+        for warps, unroll, split in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 5, 8, 10, 20, 40)):
+            if warps * unroll * split * 32 <= k:
+                found.append(GemmConfig(16, 32 * warps, warps, unroll=unroll, split_k=split, kind="fragments"))
     return list(dict.fromkeys(found))
 
 

@@ -1,4 +1,4 @@
-"""Dense products of few rows: a matrix-vector kernel for one row, a tensor-core kernel for up to 32.
+"""Dense products of few rows: a matrix-vector kernel for one row, tensor-core kernels for up to 32.
 
 A product may run *under* the kernel launched right before it, where that is compiled ``LATE`` (:mod:`freetoken.kernels.launch`): it
 reads x at once, and waits only ahead of its first write of the output. Parts of split products and their counters are written before
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.small_gemm.configs import GemmConfig, m_class, max_tokens, pick_config
+from freetoken.kernels.small_gemm.narrow import narrow_kernel
 
 
 class Scratch:
@@ -249,6 +250,9 @@ def _launch(
     m, k = x.shape
     n = out.shape[1]
     parts, arrivals = out, out
+    halves = (torch.float16, torch.bfloat16)
+    if m > 1 and config.kind == "fragments" and (silu or k % 32 or x.dtype not in halves):
+        raise ValueError(f"{config} cannot run {x.dtype} of width {k}{' with the activation' if silu else ''}")
     if config.split_k > 1:
         if scratch is None or scratch.parts is None or scratch.arrivals is None:
             raise ValueError("a split product needs reserved scratch memory")
@@ -256,22 +260,24 @@ def _launch(
     settings = {
         "N": n,
         "K": k,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
         "HAS_BIAS": bias is not None,
-        "SILU": silu,
         "EARLY": launch.early(x),
         "UNDER": under,
         "launch_pdl": launch.early(x),
         "num_warps": config.num_warps,
     }
+    tiles = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SILU": silu}
     grid = (triton.cdiv(n, config.block_n), config.split_k)
-    tensors = (x, weight, weight if bias is None else bias, out, parts, arrivals)
+    beside = (weight if bias is None else bias, out, parts, arrivals)
     if m == 1:
-        gemv_kernel[grid](*tensors, UNROLL=config.unroll, **settings)
+        gemv_kernel[grid](x, weight, *beside, UNROLL=config.unroll, **tiles, **settings)
+    elif config.kind == "tiles":
+        gemm_kernel[grid](x, weight, *beside, m, M=m_class(m), num_stages=config.num_stages, **tiles, **settings)
     else:
-        gemm_kernel[grid](*tensors, m, M=m_class(m), num_stages=config.num_stages, **settings)
+        own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": -(-m // 8)}
+        own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda}
+        narrow_kernel[grid](x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings)
 
 
 def linear(
@@ -308,7 +314,7 @@ def linear_silu_mul(
     n, k = weight.shape
     out = torch.empty((x.shape[0], n // 2), dtype=x.dtype, device=x.device)
     if x.shape[0] > 0:
-        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device))
+        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device), silu=True)
         _launch(x, weight, bias, out, True, config, scratch, False)
     return out
 
@@ -317,5 +323,5 @@ def reserve(scratch: Scratch, n: int, k: int, *, silu: bool, device: torch.devic
     """Size ``scratch`` for every M of a ``[n, k]`` weight."""
     halves = 2 if silu else 1
     for rows in sorted({m_class(m) for m in range(1, max_tokens(n) + 1)}):
-        config = pick_config(n, k, rows, launch.capability(torch.device(device)))
+        config = pick_config(n, k, rows, launch.capability(torch.device(device)), silu=silu)
         scratch.reserve(n // halves, config, rows, halves, device)
