@@ -102,9 +102,7 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
     else:
         values["M"] = m_class(m)
-    return KernelCase(
-        f"gemm {name} m={m}{suffix}", kernel, {**signature, "m": "i32"}, values, options, **limits
-    )
+    return KernelCase(f"gemm {name} m={m}{suffix}", kernel, {**signature, "m": "i32"}, values, options, **limits)
 
 
 def _early(case: KernelCase, how: str = "early", **values: bool) -> KernelCase:

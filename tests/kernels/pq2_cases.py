@@ -14,7 +14,9 @@ POINTERS = {
 }
 
 
-def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128), late: bool = False) -> KernelCase:
+def _product(
+    k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128), late: bool = False
+) -> KernelCase:
     kernel = {"single": "single:single_kernel", "fragments": "fragments:fragment_kernel"}
     if config.kind == "fragments":
         own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}

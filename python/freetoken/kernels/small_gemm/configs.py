@@ -73,9 +73,7 @@ def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(
-    n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False
-) -> GemmConfig:
+def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False) -> GemmConfig:
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
 
     The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
