@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config
+from freetoken.kernels.attn_decode.config import LARGE_TILES, DecodeConfig, decode_config, join_step, next_power_of_two
 from freetoken.kernels.attn_decode.reference import attn_decode_reference
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from runner.attention_batches import BOUND, DEVICE, Case, make_case, relative_rms
@@ -38,7 +38,9 @@ def launch(
     if workspace is None:
         workspace = torch.full((workspace_size(*q.shape, config.splits),), float("nan"), device=q.device)
     k, v = case.kv.k(0), case.kv.v(0)
-    attn_decode_triton(q, k, v, fb.page_table, fb.rows, fb.seq_lens, out, case.scale, config, workspace)
+    arrivals = torch.zeros(q.shape[0] * k.shape[1], dtype=torch.int32, device=q.device)
+    attn_decode_triton(q, k, v, fb.page_table, fb.rows, fb.seq_lens, out, case.scale, config, workspace, arrivals)
+    assert not arrivals.any(), "the next launch counts from zero"
     return out.flatten(1)
 
 
@@ -50,12 +52,13 @@ def test_reference_against_scalar_python() -> None:
             assert got[i, head].tolist() == pytest.approx(scalar_decode(case, i, head), rel=1e-4, abs=1e-6)
 
 
-ONE = DecodeConfig(block_n=32, min_share=32, splits=1, num_warps=4, num_stages=2)
+ONE = DecodeConfig(block_n=32, whole=32, min_share=32, splits=1, num_warps=4, num_stages=2)
 MANY = dataclasses.replace(ONE, splits=5)
-COARSE = dataclasses.replace(ONE, block_n=16, min_share=64, splits=3)
+COARSE = dataclasses.replace(ONE, block_n=16, whole=64, min_share=48, splits=3)
+FINE = dataclasses.replace(ONE, whole=0, min_share=16, splits=40)
 
 
-@pytest.mark.parametrize("config", [ONE, MANY, COARSE], ids=["one", "many", "coarse"])
+@pytest.mark.parametrize("config", [ONE, MANY, COARSE, FINE], ids=["one", "many", "coarse", "fine"])
 @pytest.mark.parametrize("lens", [(1,), (15, 16, 17), (200, 1, 33, 64), (31, 32, 33, 159, 160, 161)])
 def test_splits(config: DecodeConfig, lens: tuple[int, ...]) -> None:
     case = make_case(lens, heads=6, kv_heads=2, seed=len(lens), device=DEVICE)
@@ -79,13 +82,40 @@ def test_shapes(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, pa
         seed=head_dim,
     )
     size = case.q.element_size()
-    config = decode_config(head_dim, heads // kv_heads, 3, 256, 16, num_kv_heads=kv_heads, element_size=size)
-    assert config.splits > 1
+    config = decode_config(head_dim, heads // kv_heads, 3, 4096, 132, num_kv_heads=kv_heads, element_size=size)
+    config = dataclasses.replace(config, whole=16, min_share=48)
+    assert config.splits > 2
     assert relative_rms(launch(case, config), case.expected()) < BOUND[dtype]
 
 
+def test_many_parts_of_large_tiles() -> None:
+    """More parts than are joined at a time, in a group that is no power of two; the scratch of one launch serves the next."""
+    config = decode_config(256, 6, 1, 8192, 132, num_kv_heads=4, element_size=2, large_tiles=True)
+    config = dataclasses.replace(config, whole=16, min_share=16)
+    assert config.block_n == 64 and config.splits == 33 > join_step(256, 6, config.num_warps, config.splits)
+    case = make_case((528, 100, 16), heads=6, kv_heads=1, head_dim=256, dtype=torch.float16, device=DEVICE)
+    fb, kv = case.fb, case.kv
+    workspace = torch.full((workspace_size(*case.q.shape, config.splits),), float("nan"), device=DEVICE)
+    arrivals = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    outs = [torch.full_like(case.q, float("nan")) for _ in range(2)]
+    for out in outs:
+        tables = (fb.page_table, fb.rows, fb.seq_lens)
+        attn_decode_triton(case.q, kv.k(0), kv.v(0), *tables, out, case.scale, config, workspace, arrivals)
+    assert relative_rms(outs[0].flatten(1), case.expected()) < BOUND[torch.float16]
+    assert torch.equal(*outs) and not arrivals.any()
+
+
+def test_the_sequence_alone_decides_how_it_is_cut() -> None:
+    """Same bits at another place of the batch, beside others."""
+    case = make_case((70, 33, 129, 200), heads=4, kv_heads=2, device=DEVICE)
+    order = torch.tensor([2, 0, 3, 1], device=DEVICE)
+    fb = dataclasses.replace(case.fb, rows=case.fb.rows[order], seq_lens=case.fb.seq_lens[order])
+    moved = dataclasses.replace(case, fb=fb, q=case.q[order])
+    assert torch.equal(launch(case, FINE)[order], launch(moved, FINE))
+
+
 def test_short_sequences_leave_no_partial_results() -> None:
-    """Up to ``min_share`` tokens one part writes the output itself."""
+    """Up to ``whole`` tokens one part writes the output itself."""
     case = make_case((64, 1, 63), heads=6, kv_heads=2, device=DEVICE)
     workspace = torch.full((workspace_size(3, 6, 16, COARSE.splits),), float("nan"), device=DEVICE)
     assert relative_rms(launch(case, COARSE, workspace=workspace), case.expected()) < BOUND[torch.float32]
@@ -133,20 +163,25 @@ def test_large_page_numbers() -> None:
     rows, lens = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([50], dtype=torch.int32, device=DEVICE)
     want = attn_decode_reference(q, pool, pool, table, rows, lens, 0.1)
     out = torch.full_like(q, float("nan"))
-    attn_decode_triton(q, pool, pool, table, rows, lens, out, 0.1, ONE, torch.empty(0, device=DEVICE))
+    attn_decode_triton(q, pool, pool, table, rows, lens, out, 0.1, ONE, torch.empty(0, device=DEVICE), lens)
     assert relative_rms(out, want) < BOUND[torch.float16]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 64, 100, 256])
 @pytest.mark.parametrize("max_seq_len", [16, 2048, 131072])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_config(batch: int, max_seq_len: int, head_dim: int) -> None:
-    config = decode_config(head_dim, 4, batch, max_seq_len, 132, num_kv_heads=8)
-    assert config.min_share % config.block_n == 0
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (4, 6), (1, 32)])
+@pytest.mark.parametrize("large", [False, True])
+def test_config(batch: int, max_seq_len: int, head_dim: int, kv_heads: int, group: int, large: bool) -> None:
+    config = decode_config(head_dim, group, batch, max_seq_len, 132, num_kv_heads=kv_heads, large_tiles=large)
     assert 1 <= config.splits <= max(1, -(-max_seq_len // config.min_share))
-    assert batch * 8 * config.splits <= 16 * 264 * max(1, batch // 64)
-    shared_memory = 2 * 2 * config.block_n * head_dim * 2
-    assert shared_memory <= 99 * 1024
+    assert config.splits == 1 or max_seq_len > config.whole >= config.min_share
+    programs = batch * kv_heads * config.splits
+    assert programs <= max(132, 4 * kv_heads * next_power_of_two(batch))
+    # One program reads all parts of a KV head when it joins them.
+    assert config.splits <= 4 or config.splits * group * head_dim * 4 <= 256 << 10
+    tiles = (config.num_stages - 1) * (2 * config.block_n + max(16, next_power_of_two(group))) * head_dim * 2
+    assert tiles <= (144 if large and programs <= 132 else 88) << 10
 
 
 @pytest.mark.gpu
@@ -158,10 +193,17 @@ def test_config(batch: int, max_seq_len: int, head_dim: int) -> None:
         (32, 8, 128, [30000]),
         (9, 3, 64, [1, 700, 15, 4096]),
         (16, 2, 256, [513, 2048, 1]),
+        (24, 4, 256, [136]),
+        (24, 4, 256, [8200]),
+        (24, 4, 256, [136, 8200, 193, 1, 3000] * 6),
     ],
 )
 def test_bf16_at_size(heads: int, kv_heads: int, head_dim: int, lens: list[int]) -> None:
     case = make_case(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
-    limit = case.max_pages * 16
-    config = decode_config(head_dim, heads // kv_heads, len(lens), limit, 132, num_kv_heads=kv_heads)
-    assert relative_rms(launch(case, config), case.expected()) < BOUND[torch.bfloat16]
+    limit, large = case.max_pages * 16, torch.cuda.get_device_capability() in LARGE_TILES
+    config = decode_config(head_dim, heads // kv_heads, len(lens), limit, 132, num_kv_heads=kv_heads, large_tiles=large)
+    out = launch(case, config)
+    assert relative_rms(out, case.expected()) < BOUND[torch.bfloat16]
+    assert all(torch.equal(launch(case, config), out) for _ in range(20)), (
+        "whoever joins, the order is that of the text"
+    )

@@ -45,7 +45,9 @@ class Case:
 @dataclass(frozen=True)
 class Sizes:
     """Geometry of the inputs. ``tokens`` are the row counts of token-wise ops, ``depth`` the KV length of a decode,
-    ``prompt`` the length of a prefill; ``linear_*`` the heads of linear attention, the tokens of its prefill
+    ``context`` the tokens that a sequence may have,
+    ``prompt`` the length of a prefill; ``gated_*`` query heads, KV heads and width of attention between layers of linear attention, and
+    depths and batches of its decode, whose layers hold ``uncached_bytes`` where 16 can; ``linear_*`` the heads of linear attention, the tokens of its prefill
     and the batches of its decode; ``moe_*`` the experts and the token counts they see; ``ple_*`` the batches and prompts whose
     n-grams are hashed; ``packed_*`` widths, ``(N, K)`` and token counts of two-bit projections, ``rotation`` their
     rotation block and ``rotated_head`` the head width of the gated norm before it."""
@@ -59,7 +61,12 @@ class Sizes:
     page: int = 16
     tokens: tuple[int, ...] = (1, 16, 64, 2048)
     depth: int = 1024
+    context: int = 32768
     prompt: int = 2048
+    gated_attention: tuple[int, int, int] = (24, 4, 256)
+    gated_depths: tuple[int, ...] = (128, 8192)
+    gated_batches: tuple[int, ...] = (1, 8, 32)
+    uncached_bytes: int = 200 * 10**6
     linear_key_heads: int = 16
     linear_heads: int = 48
     linear_width: int = 128
@@ -100,7 +107,12 @@ SMALL = Sizes(
     page=4,
     tokens=(1, 3),
     depth=37,
+    context=4096,
     prompt=19,
+    gated_attention=(6, 2, 16),
+    gated_depths=(9, 1600),
+    gated_batches=(1, 3),
+    uncached_bytes=10**6,
     linear_key_heads=1,
     linear_heads=2,
     linear_width=16,
@@ -225,77 +237,16 @@ def small_gemm(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
-def _attention(device: str, sizes: Sizes, decodes: list[int], prefills: list[int]) -> Case:
-    from freetoken.runner.attention import build_attention
-    from freetoken.runner.forward_batch import ForwardBatch
-    from freetoken.runner.kv_pool import KVPool
-
-    lengths = decodes + prefills
-    q_lens = [1] * len(decodes) + prefills
-    need = [-(-length // sizes.page) for length in lengths]
-    kv = KVPool(
-        num_layers=1,
-        num_pages=sum(need) + 1,
-        page_size=sizes.page,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        dtype=sizes.dtype,
-        device=device,
-    )
-    kv.storage.normal_()
-    table = torch.zeros(len(lengths) + 1, max(need), dtype=torch.int32, device=device)
-    for row, (pages, count) in enumerate(zip(torch.split((torch.randperm(sum(need)) + 1).to(torch.int32), need), need)):
-        table[row, :count] = pages.to(device)
-    tokens = sum(q_lens)
-    starts = torch.tensor([0, *prefills]).cumsum(0).to(device, torch.int32)
-    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-    fb = ForwardBatch(
-        num_decodes=len(decodes),
-        num_prefills=len(prefills),
-        input_ids=zeros,
-        positions=zeros,
-        out_slots=zeros,
-        rows=torch.arange(len(lengths), device=device),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        q_starts=starts,
-        starts=torch.zeros(len(prefills), dtype=torch.int32, device=device),
-        sample_index=zeros[:0],
-        page_table=table,
-        max_q_len=max(prefills, default=0),
-        max_seq_len=max(prefills, default=0),
-        decode_max_seq_len=max(decodes, default=0),
-        seq_lens_host=tuple(lengths),
-        q_lens_host=tuple(q_lens),
-    )
-    q = _random(device, sizes.dtype, tokens, sizes.heads, sizes.head_dim)
-
-    def call(name: str) -> Callable[[], Tensors]:
-        backend = build_attention(
-            name,
-            num_heads=sizes.heads,
-            kv=kv,
-            max_rows=len(lengths),
-            max_pages=max(need),
-            device=torch.device(device),
-            dtype=sizes.dtype,
-        )
-        backend.plan(fb)
-        return lambda: (backend.forward(0, q, fb),)
-
-    element = kv.storage.element_size()
-    moved = 2.0 * sum(lengths) * sizes.kv_heads * sizes.head_dim * element + 2 * q.numel() * element
-    flops = 4.0 * sizes.heads * sizes.head_dim * (sum(decodes) + sum(n * (n + 1) / 2 for n in prefills))
-    shape = {"requests": len(lengths), "depth" if decodes else "tokens": lengths[0]}
-    return Case(shape, call("triton"), call("torch"), moved, flops)
-
-
 def attn_decode(device: str, sizes: Sizes) -> list[Case]:
-    counts = [count for count in sizes.tokens if count <= 64]
-    return [_attention(device, sizes, [sizes.depth] * count, []) for count in counts]
+    from freetoken.bench.attention_rows import decode_cases
+
+    return decode_cases(device, sizes)
 
 
 def attn_prefill(device: str, sizes: Sizes) -> list[Case]:
-    return [_attention(device, sizes, [], [sizes.prompt] * count) for count in (1, 4)]
+    from freetoken.bench.attention_rows import prefill_cases
+
+    return prefill_cases(device, sizes)
 
 
 def sample(device: str, sizes: Sizes) -> list[Case]:

@@ -7,8 +7,18 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.attn_decode.config import next_power_of_two
-from freetoken.kernels.attn_decode.triton import LOG2_E, softmax_step, tile_offsets
+from freetoken.kernels.attn_decode.triton import LOG2_E, tile_offsets
 from freetoken.kernels.attn_prefill.config import PrefillConfig
+
+
+@triton.jit
+def softmax_step(s, v, acc, row_max, row_sum):
+    """Fold base-2 scores ``s [M, N]`` and values ``v [N, D]`` into the running softmax."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    rescale = tl.exp2(row_max - new_max)
+    p = tl.exp2(s - new_max[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit

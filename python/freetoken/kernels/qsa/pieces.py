@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels.attn_decode.config import next_power_of_two
-from freetoken.kernels.attn_decode.triton import LOG2_E, softmax_step, tile_offsets
+from freetoken.kernels.attn_decode.triton import LOG2_E, tile_offsets
+from freetoken.kernels.attn_prefill.triton import softmax_step
 from freetoken.kernels.qsa.plan import Part, PieceConfig, PiecePlan
 from freetoken.kernels.qsa.reference import Geometry, Pools
 from freetoken.kernels.qsa.triton import find_bounds, slot_of
