@@ -76,7 +76,6 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         "K": k,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "UNROLL": config.unroll,
         "SPLIT_K": config.split_k,
         "HAS_BIAS": False,
         "SILU": silu,
@@ -89,15 +88,21 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
             f"gemv {name}{suffix}",
             f"{GEMM}:gemv_kernel",
             signature,
-            values,
+            {**values, "UNROLL": config.unroll},
             options,
             **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = f"{GEMM}:gemm_kernel"
     if config.kind == "fragments":
-        values = {key: values[key] for key in ("N", "K", "UNROLL", "SPLIT_K", "HAS_BIAS", "EARLY", "UNDER")}
-        values |= {"WARPS": config.num_warps, "HALVES": -(-m // 8), "BF16": True, "ON_GPU": True}
+        values = {key: values[key] for key in ("N", "K", "SPLIT_K", "HAS_BIAS", "EARLY", "UNDER")}
+        values |= {
+            "WARPS": config.num_warps,
+            "UNROLL": config.unroll,
+            "HALVES": -(-m // 8),
+            "BF16": True,
+            "ON_GPU": True,
+        }
         signature |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i32")
         kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
     else:

@@ -84,6 +84,8 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *,
         return found
     if m == 1:
         block_k = min(1024, _power_of_two_at_least(k))
+        if n <= NARROW:
+            return GemmConfig(1, block_k, num_warps=max(1, min(4, block_k // 256)))
         block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
     if n <= NARROW and k % 32 == 0 and not silu:
