@@ -89,7 +89,7 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *,
         block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
     if n <= NARROW and k % 32 == 0 and not silu:
-        return _narrow(n, k, m)
+        return _narrow(n, k)
     block_k = max(16, min(64, _power_of_two_at_least(k)))
     split = 1
     while split < 8 and n // 64 * split < 96 and k // (split * 2) >= 512:
@@ -97,15 +97,12 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *,
     return GemmConfig(64, block_k, num_warps=4, num_stages=4, split_k=split)
 
 
-def _narrow(n: int, k: int, m: int) -> GemmConfig:
+def _narrow(n: int, k: int) -> GemmConfig:
     """Rounds of 256 columns whose loads are all on their way at once, in parts of K of equal length where about as many can be."""
     rounds = -(-k // 256)
     most = max(1, min(rounds, 160 // -(-n // 16)))
     even = next(split for split in range(most, 0, -1) if rounds % split == 0)
-    # With many tokens a warp takes one block a round: of more, the assembler asks for one after the other.
-    warps, unroll = (4, 2) if m <= 16 else (8, 1)
-    split = even if even * 2 > most else most
-    return GemmConfig(16, 32 * warps, warps, unroll=unroll, split_k=split, kind="fragments")
+    return GemmConfig(16, 128, 4, unroll=2, split_k=even if even * 2 > most else most, kind="fragments")
 
 
 def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> list[GemmConfig]:

@@ -162,11 +162,11 @@ def narrow_kernel(
     UNDER: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``m`` (up to ``8 * HALVES``) rows: ``out [m, N] = x [m, K] @ weight [N, K]^T``; x and weight are seen as words of two values, in
-    bfloat16 or (without ``BF16``) float16.
+    """``out [m, N] = x [m, K] @ weight [N, K]^T``; x and weight are seen as words of two values, in bfloat16 or (without ``BF16``)
+    float16.
 
-    K is a multiple of 32. A program has 16 rows of the weight; each of its ``WARPS`` warps takes every ``WARPS``-th block of 32 columns,
-    ``UNROLL`` of them on their way at a time. Grid ``(ceil(N / 16), SPLIT_K)``.
+    K is a multiple of 32. A program has 16 rows of the weight and ``8 * HALVES`` tokens; each of its ``WARPS`` warps takes every
+    ``WARPS``-th block of 32 columns, ``UNROLL`` of them on their way at a time. Grid ``(ceil(N / 16), SPLIT_K, ceil(m / (8 * HALVES)))``.
     """
     STORAGE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     BLOCKS: tl.constexpr = K // 32
@@ -177,13 +177,14 @@ def narrow_kernel(
     warp = tl.arange(0, WARPS)[:, None]
     g, word = lane // 4, lane % 4 * 4
     first_row = tl.program_id(0) * 16
+    first_token = tl.program_id(2) * (8 * HALVES)
     low = weight_ptr + tl.minimum(first_row + g, N - 1) * (K // 2) + word
     high = weight_ptr + tl.minimum(first_row + 8 + g, N - 1) * (K // 2) + word
     x = ()
     totals = ()
     nothing = tl.zeros((WARPS, 32), tl.float32)
     for half in tl.static_range(HALVES):
-        x += (x_ptr + tl.minimum(half * 8 + g, m - 1) * (K // 2) + word,)
+        x += (x_ptr + tl.minimum(first_token + half * 8 + g, m - 1) * (K // 2) + word,)
         totals += ((nothing, nothing, nothing, nothing),)
     begin = tl.program_id(1) * (ROUNDS * ROUND) + warp
     if EARLY:
@@ -201,7 +202,9 @@ def narrow_kernel(
     position = tl.arange(0, 32)[:, None, None]
     row = first_row + position // 4 + tl.arange(0, 2)[None, None, :] * 8
     token = position % 4 * 2 + tl.arange(0, 2)[None, :, None]
-    parts = parts_ptr + token * N + row
+    parts = parts_ptr + tl.program_id(2) * (SPLIT_K * 8 * HALVES * N) + token * N + row
+    arrivals = arrivals_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    token += first_token
     sums = ()
     for half in tl.static_range(HALVES):
         c0, c1, c2, c3 = totals[half]
@@ -213,7 +216,7 @@ def narrow_kernel(
     last = True
     if SPLIT_K > 1:
         tl.debug_barrier()
-        last = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == SPLIT_K - 1
     if last:
         values = ()
         for half in tl.static_range(HALVES):
@@ -228,7 +231,7 @@ def narrow_kernel(
                 total += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
             values += (total.to(STORAGE),)
         if SPLIT_K > 1:
-            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            tl.store(arrivals, 0)
         if EARLY and UNDER:
             tl.extra.cuda.gdc_wait()
         for half in tl.static_range(HALVES):

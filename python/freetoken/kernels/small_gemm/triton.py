@@ -30,7 +30,7 @@ class Scratch:
         """Make room for the parts ``[rows, halves * n]`` of one launch; a no-op for unsplit products."""
         if config.split_k == 1:
             return
-        parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n)
+        parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n) * triton.cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
         if self.arrivals is None or self.arrivals.numel() < blocks:
@@ -275,9 +275,11 @@ def _launch(
     elif config.kind == "tiles":
         gemm_kernel[grid](x, weight, *beside, m, M=m_class(m), num_stages=config.num_stages, **tiles, **settings)
     else:
-        own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": -(-m // 8)}
+        own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": 1 if m <= 8 else 2}
         own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda}
-        narrow_kernel[grid](x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings)
+        narrow_kernel[(*grid, triton.cdiv(m, 16))](
+            x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings
+        )
 
 
 def linear(
