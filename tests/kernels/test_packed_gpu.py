@@ -7,7 +7,7 @@ import torch
 from poison import choice
 
 from freetoken.bench.pq2 import random_weight
-from freetoken.kernels import checking
+from freetoken.kernels import checking, launch
 from freetoken.kernels.checking import relative_rms
 from freetoken.kernels.hadamard import Activation, Hadamard, RotateConfig, Rotation, reference, triton
 from freetoken.kernels.pq2_gemm import FORMS, PQ2Gemm
@@ -152,7 +152,8 @@ def test_a_product_under_another_replays_bit_for_bit(tokens: int) -> None:
     for _, gates, _ in layers:
         gemm.reserve(gates, silu=False)
     turned, weight, x = rotation(HIDDEN), torch.rand(HIDDEN, device="cuda") + 0.5, random(tokens, HIDDEN)
-    assert gemm.hides(x, layers[0][1])
+    if not launch.early(x):
+        pytest.skip("kernels of this GPU do not start early")
 
     def chain(under: bool) -> torch.Tensor:
         y, residual = x, x
