@@ -10,7 +10,9 @@ FOLDER = "freetoken.kernels.pq2_gemv"
 ACTIVATION = {"single": ("values_ptr", "x_scales_ptr", "sums_ptr"), "fragments": ("words_ptr", "beside_ptr")}
 
 
-def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128)) -> KernelCase:
+def _product(
+    k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128), late: bool = False
+) -> KernelCase:
     kernel = {"single": "single:single_kernel", "fragments": "fragments:fragment_kernel"}
     if config.kind == "fragments":
         own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}
@@ -18,7 +20,7 @@ def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, 
     else:
         own = {"ROWS": config.rows, "LANES": config.lanes}
     return KernelCase(
-        f"pq2 {config} k={k} m={m} groups={groups}",
+        f"pq2 {config} k={k} m={m} groups={groups}{' late' if late else ''}",
         f"{FOLDER}.{kernel[config.kind]}",
         {
             **dict.fromkeys((*ACTIVATION[config.kind], "codes_ptr"), "*i32"),
@@ -27,7 +29,8 @@ def _product(k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, 
             **({"n": "i32"} if config.kind == "single" else {"m": "i32", "n": "i32"}),
         },
         own
-        | {"K": k, "GROUP_W": groups[0], "GROUP_X": groups[1], "AHEAD": config.ahead, "EARLY": early, "ON_GPU": True},
+        | {"K": k, "GROUP_W": groups[0], "GROUP_X": groups[1], "AHEAD": config.ahead, "EARLY": early}
+        | {"LATE": late, "ON_GPU": True},
         {"num_warps": config.num_warps, "num_stages": 1},
         first_arch=90 if early else 0,
         last_arch=999 if early else 89,
@@ -58,5 +61,6 @@ CASES = [
     ),
     _product(5120, 1, default_config(5120, 5120, 1), True, (64, 32)),
     _product(5120, 8, default_config(5120, 5120, 8), True, (64, 32)),
+    *(_product(5120, m, default_config(16384, 5120, m), True, late=True) for m in (1, 8, 32)),
     QUANTISER,
 ]

@@ -3,6 +3,13 @@
 A kernel compiled with ``EARLY`` lets the next one start at once (``gdc_launch_dependents``), and itself waits for the
 kernels before it (``gdc_wait``) ahead of its first read of an activation and its first write; until then it may only read
 weights. Kernels of others, launched in the ordinary way between ours, start when everything before them has ended.
+
+A small product can run *under* a large one of the same input: the large kernel, compiled ``LATE``, lets the next start only after its
+own wait, and the small one, compiled ``UNDER``, reads its input at once and waits ahead of its first write of the output. That is
+right because a wait returns when all kernels before have ended and their writes have reached memory. Every program of the large kernel
+is past its wait when the small one starts, so what the small one reads, past the L1 cache, is there. It cannot end before the large
+kernel has, because the programs that write its output wait for that; so the next kernel's wait for it is one for both, and nothing is
+overwritten that the large kernel, or one before it, still reads.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from freetoken.kernels import checking
+from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice, choose_op
 from freetoken.kernels.pq2_gemv import reference
 from freetoken.kernels.pq2_gemv.activation import (
@@ -39,6 +39,7 @@ __all__ = [
     "candidates",
     "default_config",
     "group_for",
+    "leads",
     "pick_config",
     "pq2_linear",
     "quantise",
@@ -90,6 +91,8 @@ class PQ2Product:
         weight: PQ2Weight,
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
+        *,
+        late: bool = False,
     ) -> torch.Tensor:
         """As :func:`pq2_linear`."""
         floats = isinstance(activation, torch.Tensor)
@@ -107,11 +110,17 @@ class PQ2Product:
             config = pick_config(n, k, 2, self._triton.launch.capability(weight.codes.device))
         elif m == 1 and checked.impl != "check":
             checked = self.single
-        y = self._triton.linear(activation, weight, out_dtype, out, config=config)
+        y = self._triton.linear(activation, weight, out_dtype, out, config=config, late=late)
         if checked.impl == "check":
             checking.refuse_capture(checked.op, checked.flag)
             checking.require_close(checked.op, "the output", y, reference.linear(activation, weight, out_dtype))
         return y
+
+    def leads(self, activation: Quantised | torch.Tensor) -> bool:
+        """Whether :meth:`linear` of ``activation`` is one kernel that can be launched ``late``."""
+        if isinstance(activation, torch.Tensor) or not self._fused:
+            return False
+        return 0 < activation.tokens <= MAX_TOKENS and launch.early(activation.values)
 
 
 def _into(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
@@ -148,13 +157,21 @@ def pq2_linear(
     weight: PQ2Weight,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    *,
+    late: bool = False,
 ) -> torch.Tensor:
     """``[M, N]`` in ``out_dtype``, into ``out`` where given (contiguous).
 
     With ``q``, ``d_x`` the integers and scales of the activation and ``code``, ``d_w`` those of the weight: ``sum over groups of
     d_w * d_x * (sum(code * q) - sum(q))``, integers exact, sums over groups in float32. A plain tensor ``[M, K]`` is multiplied as it
     is with the dequantised weight: in float32, where a fused kernel of half-precision activations rounds the weights to their type.
-    Flags are read at the first call on a kind of device. ``ValueError`` for widths that
-    differ.
+    Flags are read at the first call on a kind of device. ``late``, where :func:`leads` allows it, is for a product that hides under
+    this one (:mod:`freetoken.kernels.launch`). ``ValueError`` for widths that differ.
     """
-    return _product(weight.codes.device.type).linear(activation, weight, out_dtype, out)
+    return _product(weight.codes.device.type).linear(activation, weight, out_dtype, out, late=late)
+
+
+def leads(activation: Quantised | torch.Tensor) -> bool:
+    """Whether :func:`pq2_linear` of ``activation`` is one kernel that can be launched ``late``."""
+    values = activation if isinstance(activation, torch.Tensor) else activation.values
+    return _product(values.device.type).leads(activation)

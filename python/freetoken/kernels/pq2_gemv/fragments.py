@@ -380,6 +380,7 @@ def fragment_kernel(
     AHEAD: tl.constexpr,
     WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """``out [m, n]`` of up to ``8 * HALVES`` tokens. A warp has ``16 * TILES`` rows, ``ROW_WARPS`` of them side by side, and of K
@@ -406,13 +407,15 @@ def fragment_kernel(
         for _tile in tl.static_range(TILES):
             tiles += ((nothing, nothing, nothing, nothing),)
         totals += (tiles,)
-    if EARLY:
+    if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
         asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     tokens = (
         _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
         _ask_tokens(activation, 1 % HALVES, 1 // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),

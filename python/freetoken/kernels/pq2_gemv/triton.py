@@ -22,7 +22,7 @@ POINTERS = {
 
 
 def _settings(
-    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool
+    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool, late: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options."""
     own: dict[str, Any]
@@ -37,6 +37,7 @@ def _settings(
         "GROUP_X": group_x,
         "AHEAD": config.ahead,
         "EARLY": early,
+        "LATE": late,
         "launch_pdl": early,
         "num_warps": config.num_warps,
         "num_stages": 1,
@@ -67,10 +68,11 @@ def linear(
     out: torch.Tensor | None = None,
     *,
     config: PQ2Config | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 32 tokens.
 
-    ``out`` must be contiguous. ``ValueError`` for settings that cannot run these sizes.
+    ``out`` must be contiguous. With ``late`` the kernel launched next starts once nothing runs but this one. ``ValueError`` for settings that cannot run these sizes.
     """
     m, (n, k) = activation.tokens, (weight.out_features, weight.in_features)
     if out is None:
@@ -95,7 +97,7 @@ def linear(
         out,
         *_sizes(config, m, n),
         ON_GPU=weight.codes.is_cuda,
-        **_settings(config, n, k, weight.group, activation.group, m, early),
+        **_settings(config, n, k, weight.group, activation.group, m, early, late),
     )
     if config.kind == "fragments":
         launch.prefer_cache(launched)
