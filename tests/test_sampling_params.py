@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freetoken import sampling_params as sp
 from freetoken.errors import RequestError
-from freetoken.sampling_params import Grammar, SamplingParams
+from freetoken.sampling_params import Grammar, SamplingParams, ThinkingBudget
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -241,6 +241,22 @@ def test_sglangs_grammar_fields_become_a_grammar() -> None:
 )
 def test_bad_grammar_fields_are_named(values: dict[str, Any], param: str) -> None:
     assert refused(**values).param == param
+
+
+def test_thinking_budgets() -> None:
+    budget = ThinkingBudget(end=7, tokens=20)
+    assert SamplingParams(thinking_budget=budget, n=2).for_choice(1).thinking_budget == budget
+    assert SamplingParams(thinking_budget=budget).needs_masks and not SamplingParams().needs_masks
+    bad: list[Any] = [{"end": -1, "tokens": 1}, {"end": 1, "tokens": 0}, {"end": 1, "tokens": True}]
+    for fields in bad:
+        with pytest.raises(RequestError) as caught:
+            ThinkingBudget(**fields)
+        assert caught.value.param == "thinking_budget"
+    for sampling in ({"thinking_budget": 3}, {"thinking_budget": budget, "stop_token_ids": (7,)}):
+        with pytest.raises(RequestError):
+            SamplingParams(**sampling)
+    with pytest.raises(RequestError):
+        SamplingParams(thinking_budget=budget).check_vocabulary(7)
 
 
 def test_grammars_themselves() -> None:

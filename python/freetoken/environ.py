@@ -48,6 +48,13 @@ TABLE: tuple[EnvVar, ...] = (
         "Dense products of few tokens: `1` fused kernel on CUDA and a form for the CPU (`host`) there, `0` reference, `check` "
         "both on CUDA, compared on every call.",
     ),
+    EnvVar(
+        "FREETOKEN_HIDE_SMALL_GEMM",
+        "bool",
+        "1",
+        "Run a small dense product under a two-bit product of the same input, where both are kernels of a GPU that starts kernels early "
+        "(compute capability 9.0 on); `0` runs one after the other.",
+    ),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_GDN_FUSED_CONV", "kernel", "1", f"Convolution of Gated DeltaNet: {_KERNEL_HELP}."),

@@ -50,6 +50,17 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         _integer(self.param, self.after, 0, 2**31 - 1, optional=True)
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The output begins with thoughts of at most ``tokens`` tokens: the last of them is ``end``, if it did not come before."""
+
+    end: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _integer("thinking_budget", self.end, 0, 2**31 - 1)
+        _integer("thinking_budget", self.tokens, 1, 2**31 - 1)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request's sampling contract, in SGLang's names.
 
@@ -57,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``top_k`` -1 or 0 keeps the whole vocabulary. ``logprobs`` ``None`` returns none, 0 the chosen token's alone, k > 0
     the k most likely beside it; ``prompt_logprobs`` likewise for the prompt. ``seed`` ``None`` lets the server choose.
 
+    ``thinking_budget`` ends thoughts that the prompt has opened, and a ``grammar`` with ``after`` begins there.
     ``grammar`` constrains the output. It decides when the output may end: below ``min_new_tokens``, and with
     ``ignore_eos``, stop tokens are left out while the grammar allows anything else.
     """
@@ -81,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     @property
     def greedy(self) -> bool:
@@ -89,6 +102,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def needs_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether some tokens must not be drawn at some places."""
+        return self.grammar is not None or self.thinking_budget is not None
 
     def __post_init__(self) -> None:
         _integer("max_new_tokens", self.max_new_tokens, 1, None, optional=True)
@@ -117,6 +135,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise _bad(name, f"{name} must be a boolean")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise _bad("grammar", "grammar must be a Grammar")
+        if self.thinking_budget is not None and not isinstance(self.thinking_budget, ThinkingBudget):
+            raise _bad("thinking_budget", "thinking_budget must be a ThinkingBudget")
+        if self.thinking_budget is not None and self.thinking_budget.end in self.stop_token_ids:
+            raise _bad("thinking_budget", "a token that ends the output cannot end the thoughts before it")
         self._check_stops()
         self._check_bias()
 
@@ -152,8 +174,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise :class:`RequestError` when an id named here lies outside ``[0, vocab_size)``."""
         after = () if self.grammar is None or self.grammar.after is None else (self.grammar.after,)
+        end = () if self.thinking_budget is None else (self.thinking_budget.end,)
         named = (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids), ("grammar", after))
-        for name, ids in named:
+        for name, ids in (*named, ("thinking_budget", end)):
             for token in ids:
                 if token >= vocab_size:
                     raise _bad(name, f"{name} names token id {token}, but the vocabulary has {vocab_size} ids")

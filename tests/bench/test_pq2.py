@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from freetoken.bench import pq2
+from freetoken.bench import ops, pq2
+from freetoken.errors import StartupError
 from freetoken.kernels.pq2_gemv import PQ2Config, candidates
 
 
@@ -90,3 +91,9 @@ def test_summary() -> None:
     assert row.split() == ["8", "x", "128", "2.50", "(", "50%)", "12.25", "(", "25%)"]
     assert chain == "chain of 257 products, 8 tokens, plain launch, with quantisers: 2.250 ms (67% of 1.500 ms)"
     assert pq2.summary([]) == []
+
+
+def test_a_class_that_is_none_is_refused() -> None:
+    args = ops.parser().parse_args(["pq2_chain", "--tune", "--tune-tokens", "8", "9"])
+    with pytest.raises(StartupError, match=r"--tune-tokens 9: the classes are 1, 8, 16, 32"):
+        ops._chain(args, 1.0, timed=False)

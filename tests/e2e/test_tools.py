@@ -160,6 +160,27 @@ def test_anthropic_calls_behind_thoughts(qwen: Server) -> None:
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 
 
+@pytest.mark.parametrize("budget", [1, 24])
+def test_anthropic_thoughts_end_at_their_budget(qwen: Server, budget: int) -> None:
+    """A random model would think on: the call comes all the same."""
+    client = anthropic_client(qwen)
+    fields: dict[str, Any] = {
+        "model": "qwen", "messages": [{"role": "user", "content": ASK}], "tools": [ANTHROPIC_TOOL], "max_tokens": 300,
+        "tool_choice": {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": budget}, "extra_body": {"seed": 3, "temperature": 1.0},
+    }  # fmt: skip
+    whole = client.messages.create(**fields)
+    assert whole.stop_reason == "tool_use"
+    check_arguments(whole.content[-1].input)
+    thoughts = "".join(block.thinking for block in whole.content if block.type == "thinking")
+    assert bool(thoughts) == (budget > 1)
+    with client.messages.stream(**fields) as stream:
+        assert stream.get_final_message().content[-1].input == whole.content[-1].input
+    # Without a tool that must be called: thoughts, and then an answer.
+    free = client.messages.create(**{**fields, "tools": [], "tool_choice": {"type": "none"}, "max_tokens": budget + 40})
+    assert free.content[-1].type == "text"
+
+
 def test_responses_of_a_random_model(qwen: Server) -> None:
     client = openai_client(qwen)
     fields: dict[str, Any] = {

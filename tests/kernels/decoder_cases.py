@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from compile_tool import KernelCase, main_case
 
-from freetoken.kernels.small_gemm.configs import HOPPER, pick_config
+from freetoken.kernels.small_gemm.configs import HOPPER, m_class, pick_config
 
 HIDDEN, FFN, VOCAB, QKV = 4096, 12288, 151936, 6144
 GEMM = "freetoken.kernels.small_gemm.triton"
@@ -17,6 +17,9 @@ PRODUCTS = {
     "down": (HIDDEN, FFN, False),
     "head": (VOCAB, HIDDEN, False),
 }
+GATES = "gates"
+"""The gates of Gated DeltaNet beside packed projections of Qwen3.5-27B."""
+SIZES = {**PRODUCTS, GATES: (96, 5120, False)}
 
 
 def _norm(residual: bool, weight: str = "*bf16") -> KernelCase:
@@ -57,7 +60,7 @@ def _rope(heads: int, norm: bool, hybrid: bool = False) -> KernelCase:
 
 
 def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
-    rows, k, silu = PRODUCTS[name]
+    rows, k, silu = SIZES[name]
     config = pick_config(rows, k, m, HOPPER if hopper else None)
     limits = {"first_arch": 90, "last_arch": 90} if hopper else {}
     suffix = " measured" if hopper else ""
@@ -77,6 +80,7 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         "HAS_BIAS": False,
         "SILU": silu,
         "EARLY": False,
+        "UNDER": False,
     }
     if m == 1:
         options = {"num_warps": config.num_warps}
@@ -89,15 +93,27 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
             **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return KernelCase(
-        f"gemm {name} m={m}{suffix}", f"{GEMM}:gemm_kernel", {**signature, "m": "i32"}, values, options, **limits
-    )
+    kernel = f"{GEMM}:gemm_kernel"
+    if config.kind == "fragments":
+        values = {key: values[key] for key in ("N", "K", "SPLIT_K", "HAS_BIAS", "EARLY", "UNDER")}
+        values |= {
+            "WARPS": config.num_warps,
+            "UNROLL": config.unroll,
+            "HALVES": 1 if m <= 8 else 2,
+            "BF16": True,
+            "ON_GPU": True,
+        }
+        signature |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i32")
+        kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
+    else:
+        values["M"] = m_class(m)
+    return KernelCase(f"gemm {name} m={m}{suffix}", kernel, {**signature, "m": "i32"}, values, options, **limits)
 
 
-def _early(case: KernelCase) -> KernelCase:
+def _early(case: KernelCase, how: str = "early", **values: bool) -> KernelCase:
     """The same kernel for programmatic dependent launch."""
-    constexprs, options = {**case.constexprs, "EARLY": True}, {**case.options, "launch_pdl": True}
-    return replace(case, name=f"{case.name} early", constexprs=constexprs, options=options, first_arch=90)
+    constexprs, options = {**case.constexprs, "EARLY": True, **values}, {**case.options, "launch_pdl": True}
+    return replace(case, name=f"{case.name} {how}", constexprs=constexprs, options=options, first_arch=90)
 
 
 CASES = [
@@ -128,5 +144,7 @@ CASES = [
     *(main_case(_product(name, 1)) if name == "gate_up" else _product(name, 1) for name in PRODUCTS),
     *(_product(name, 16) for name in PRODUCTS),
     *(_product(name, m, hopper=True) for name in PRODUCTS for m in (1, 16)),
+    *(_product(GATES, m) for m in (1, 8, 16)),
+    *(_early(_product(GATES, m), "under", UNDER=True) for m in (1, 8, 16)),
     *(_early(case) for case in (_norm(True), _rope(1, True), _product("gate_up", 1), _product("down", 16))),
 ]

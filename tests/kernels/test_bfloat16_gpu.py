@@ -56,6 +56,19 @@ def test_products(m: int, n: int, k: int) -> None:
         assert relative_rms(gemm.linear_silu_mul(x, weight), gemm_reference.linear_silu_mul(x, weight)) < BOUND
 
 
+@pytest.mark.parametrize(("n", "k"), [(96, 5120), (128, 2048), (7, 96), (40, 72)])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 24, 31, 32])
+def test_narrow_products(m: int, n: int, k: int) -> None:
+    gemm, x, weight, bias = fused_gemm(), random(m, k), random(n, k) * k**-0.5, random(n)
+    gemm.reserve(weight, silu=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = [x.to(dtype), weight.to(dtype), bias.to(dtype)]
+        for more in ([], [inputs[2]]):
+            expected = gemm_reference.linear(*(part.float() for part in (*inputs[:2], *more)))
+            # Sums that nearly cancel keep the error of their terms.
+            assert (gemm.linear(*inputs[:2], *more).float() - expected).square().mean().sqrt() < BOUND
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
 def test_rope_kv(tokens: int) -> None:
     angles = torch.rand(4096, 64, device="cuda") * 6

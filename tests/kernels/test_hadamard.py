@@ -25,7 +25,7 @@ from freetoken.kernels.hadamard import (
     triton,
     unrotate,
 )
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, quantise_reference
+from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, TiledActivation, quantise_reference
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 from freetoken.kernels.rms_norm import reference as rms
 from freetoken.kernels.silu_mul import reference as silu
@@ -101,8 +101,13 @@ def signs_of(width: int) -> torch.Tensor:
     return (torch.randint(0, 2, (width,)) * 2 - 1).to(DEVICE, torch.int8)
 
 
+def integers(activation: Activation) -> QuantisedActivation:
+    assert not isinstance(activation, torch.Tensor)
+    return activation.rows()
+
+
 def same_integers(actual: Activation, expected: Activation) -> bool:
-    assert isinstance(actual, QuantisedActivation) and isinstance(expected, QuantisedActivation)
+    actual, expected = integers(actual), integers(expected)
     assert actual.group == expected.group
     parts = ("values", "scales", "sums")
     return all(torch.equal(getattr(actual, part), getattr(expected, part)) for part in parts)
@@ -110,7 +115,7 @@ def same_integers(actual: Activation, expected: Activation) -> bool:
 
 def nearly_same_integers(actual: Activation, expected: Activation) -> bool:
     """At most one in a thousand off, and by one: what a sum in another order does to values that lie on an edge."""
-    assert isinstance(actual, QuantisedActivation) and isinstance(expected, QuantisedActivation)
+    actual, expected = integers(actual), integers(expected)
     off = (actual.natural().int() - expected.natural().int()).abs()
     within = actual.natural().view(*actual.scales.shape, actual.group).sum(-1)
     return (
@@ -119,6 +124,22 @@ def nearly_same_integers(actual: Activation, expected: Activation) -> bool:
         and relative_rms(actual.scales, expected.scales) < 1e-6
         and torch.equal(actual.sums, within)
     )
+
+
+@pytest.mark.parametrize("tokens", [2, 13])
+def test_kernels_give_the_same_in_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, other = (torch.randn(tokens, 1280, device=DEVICE) for _ in range(2))
+    signs, weight = signs_of(1280), torch.rand(1280, device=DEVICE)
+    for group in (32, 128):
+        made = []
+        for tiles in (False, True):
+            monkeypatch.setattr(triton, "tiles_for", lambda *_, tiles=tiles: tiles)
+            with poisoned_outputs(monkeypatch):
+                norm = triton.norm(x, weight, EPS, signs, 256, group, other)
+                made.append((triton.rotate(x, signs, 256, group, kind="silu_mul", other=other), norm.activation))
+        for rows, tiled in zip(*made, strict=True):
+            assert isinstance(tiled, TiledActivation) and not isinstance(rows, TiledActivation)
+            assert same_integers(tiled, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -228,19 +228,19 @@ def test_slices_fit_and_are_even() -> None:
 
 @pytest.mark.usefixtures("_unmeasured")
 def test_the_public_call_takes_many_tokens_and_floats_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = weight_of(66, 128), torch.randn(20, 128, device=DEVICE)
+    weight, x = weight_of(66, 128), torch.randn(36, 128, device=DEVICE)
     chosen = (choice("pq2_gemv", "triton"), choice("pq2_single", "triton"), fused("auto"))
     monkeypatch.setattr(pq2_gemv, "_product", lambda device: PQ2Product(*chosen))
     called: list[int] = []
     plain = triton.int8_linear
     monkeypatch.setattr(triton, "int8_linear", lambda *rest: called.append(rest[0].tokens) or plain(*rest))
-    for tokens in (16, 17, 20):
+    for tokens in (32, 33, 36):
         activation = quantise_reference(x[:tokens], 128)
         y = pq2_linear(activation, weight, torch.float32)
         assert relative_rms(y, reference.linear(activation, weight, torch.float32)) < 1e-6
-    assert called == [17, 20]
+    assert called == [33, 36]
     halves = pq2_linear(x[:2].half(), weight, torch.float16)
     assert relative_rms(halves, reference.float_linear(x[:2].half(), weight, torch.float16)) < 1e-3
     where = torch.device(DEVICE)
-    assert [group_for(tokens, 64, where) for tokens in (1, 16, 17, 4096)] == [64, 64, 64, 0]
+    assert [group_for(tokens, 64, where) for tokens in (1, 32, 33, 4096)] == [64, 64, 64, 0]
     assert group_for(4096, 0, where) == 0

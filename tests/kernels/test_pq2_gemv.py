@@ -24,7 +24,7 @@ from freetoken.kernels.pq2_gemv import (
     reference,
 )
 from freetoken.kernels.pq2_gemv import triton as launcher
-from freetoken.kernels.pq2_gemv.activation import SMALLEST, quantise_reference, transpose_runs
+from freetoken.kernels.pq2_gemv.activation import SMALLEST, TiledActivation, quantise_reference, transpose_runs
 
 SHAPES_27B = [(34816, 5120), (5120, 17408), (16384, 5120), (14336, 5120), (5120, 6144), (248320, 5120)]
 
@@ -125,6 +125,30 @@ def test_a_word_of_codes_meets_four_neighbours() -> None:
     assert total == sum(a * b for a, b in zip(codes, q, strict=True))
 
 
+@pytest.mark.parametrize(("m", "group"), [(1, 128), (11, 32)])
+def test_tiles_hold_the_rows_as_stated(m: int, group: int) -> None:
+    rows = random_activation(m, 384, group)
+    tiles = rows.tiled()
+    assert tiles is tiles.tiled() and rows is rows.rows()
+    assert (tiles.tokens, tiles.width, tiles.group) == (m, 384, group)
+    words, beside = tiles.words.tolist(), tiles.beside.tolist()
+    stored, scales = rows.values.view(torch.int32).tolist(), rows.scales.view(torch.int32).tolist()
+    for token in range(m):
+        half, g = divmod(token, 8)
+        for block in range(3):
+            found = [words[block][half][p][4 * g + t][i] for t in range(4) for p in range(2) for i in range(4)]
+            assert found == stored[token][32 * block : 32 * block + 32]
+        for k in range(384 // group):
+            assert beside[k][token] == [scales[token][k], rows.sums[token, k].item()]
+    for what in ("values", "scales", "sums"):
+        assert torch.equal(getattr(tiles.rows(), what), getattr(rows, what))
+    assert torch.equal(tiles.dequantise(), rows.dequantise())
+    with pytest.raises(ValueError, match="tiles of shapes"):
+        TiledActivation(tiles.words, tiles.beside[1:], m, group)
+    with pytest.raises(ValueError, match="tokens"):
+        TiledActivation(tiles.words, tiles.beside, 17, group)
+
+
 def test_quantising_equals_scalar_python() -> None:
     x = torch.randn(3, 128) * torch.tensor([[1.0], [1e-20], [1e20]])
     done = quantise_reference(x, 32)
@@ -152,7 +176,7 @@ def test_halves_go_to_even_and_small_groups_to_zero() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 1152), (2, 2048), (0, 256)])
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 1152), (2, 2048), (0, 256), (11, 256)])
 def test_quantiser_equals_the_reference(m: int, k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.randn(m, k + 32, device=DEVICE) * torch.randn(m, k + 32, device=DEVICE).mul(4).exp()
     x = wide[:, :k]
@@ -163,9 +187,11 @@ def test_quantiser_equals_the_reference(m: int, k: int, group: int, monkeypatch:
         values = x.to(dtype).clamp(-6e4, 6e4)
         with poisoned_outputs(monkeypatch):
             actual = quantiser.quantise(values, group)
+            tiled = quantiser.quantise(values, group, tiles=True) if 0 < m <= 32 else actual
         expected = quantise_reference(values, group)
         for what in ("values", "scales", "sums"):
             assert torch.equal(getattr(actual, what), getattr(expected, what)), (what, dtype)
+            assert torch.equal(getattr(tiled.rows(), what), getattr(expected, what)), (what, dtype)
 
 
 def test_columns_apart_are_refused() -> None:
@@ -211,6 +237,11 @@ def test_kernel_equals_reference(case: Any, monkeypatch: pytest.MonkeyPatch) -> 
     weight.scales[0] = 0.0
     activation.scales[m - 1, 0] = activation.sums[m - 1, 0] = 0
     activation.values[m - 1, :x_group] = 0
+    if config.kind == FRAGMENTS:
+        # What belongs to no token may be anything.
+        activation = tiles = activation.tiled()
+        tiles.words.view(-1, tiles.words.shape[1], 2, 8, 4, 4)[:, -1, :, (m - 1) % 8 + 1 :] = -1
+        tiles.beside[:, m:] = 0x7FC00000
     with poisoned_outputs(monkeypatch):
         actual = launcher.linear(activation, weight, torch.float32, config=config)
     expected = reference.linear(activation, weight, torch.float32)
@@ -311,9 +342,9 @@ def test_check_compares_every_call(m: int, fused: str, single: str, name: str, m
 
 def test_check_compares_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     checked, x = product("check"), torch.randn(2, 128, device=DEVICE)
-    done = checked.quantise(x, 64)
+    done = checked.quantise(x, 64).rows()
     wrong = QuantisedActivation(done.values, done.scales, done.sums + 1, 64)
-    monkeypatch.setattr(quantiser, "quantise", lambda *_: wrong)
+    monkeypatch.setattr(quantiser, "quantise", lambda *_, **__: wrong)
     with pytest.raises(KernelCheckError, match="the sums of an activation"):
         checked.quantise(x, 64)
 
@@ -393,8 +424,11 @@ def test_true_shapes_in_a_replayed_graph(n: int, k: int) -> None:
     """Every number of tokens: against the reference, and a replay with changed inputs against an eager call."""
     weight = random_weight(n, k)
     torch.manual_seed(n + k)
-    for m in range(1, 17):
+    for m in (*range(1, 17), 24, 31, 32):
         activation, other = random_activation(m, k), random_activation(m, k)
+        parts = ("values", "scales", "sums") if m == 1 else ("words", "beside")
+        if m > 1:
+            activation, other = activation.tiled(), other.tiled()
         out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
         op.pq2_linear(activation, weight, torch.bfloat16, out)
         assert relative_rms(out, reference.linear(activation, weight, torch.float32)) < 4e-3
@@ -402,7 +436,7 @@ def test_true_shapes_in_a_replayed_graph(n: int, k: int) -> None:
         with torch.cuda.graph(graph):
             op.pq2_linear(activation, weight, torch.bfloat16, out)
         eager = op.pq2_linear(other, weight, torch.bfloat16)
-        for what in ("values", "scales", "sums"):
+        for what in parts:
             getattr(activation, what).copy_(getattr(other, what))
         out.fill_(float("nan"))
         graph.replay()
@@ -429,7 +463,7 @@ def test_every_kernel_is_exact_on_the_gpu(groups: tuple[int, int]) -> None:
 def test_a_chain_of_early_launches_is_ordered() -> None:
     """Quantise, multiply, quantise, ... in one graph: each kernel starts early and must still see what the one before wrote."""
     weights = [random_weight(2048, 2048) for _ in range(12)]
-    for m in (1, 8):
+    for m in (1, 8, 32):
         start = torch.randn(m, 2048, device="cuda").bfloat16()
 
         def run(start: torch.Tensor, multiply: Any = op.pq2_linear, quantise: Any = op.quantise) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from poison import DEVICE, choice, poisoned_outputs
 
 from freetoken.kernels import checking
+from freetoken.kernels import launch as early_launch
 from freetoken.kernels.checking import KernelCheckError, relative_rms
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import (
@@ -17,6 +18,7 @@ from freetoken.kernels.small_gemm import (
     SmallGemm,
     candidates,
     host,
+    max_tokens,
     pick_config,
     reference,
     triton,
@@ -34,12 +36,18 @@ GEMM = [
     GemmConfig(16, 32, 4, num_stages=3),
     GemmConfig(32, 64, 4, num_stages=2, split_k=2),
     GemmConfig(16, 16, 2, split_k=4),
+    GemmConfig(16, 32, 4, num_stages=2, split_k=3),
+]
+FRAGMENTS = [
+    GemmConfig(16, 64, 2, unroll=2, kind="fragments"),
+    GemmConfig(16, 128, 4, split_k=3, kind="fragments"),
+    GemmConfig(16, 32, 1, unroll=2, split_k=2, kind="fragments"),
 ]
 
 
 def scratch_for(config: GemmConfig, n: int, halves: int) -> triton.Scratch:
     scratch = triton.Scratch()
-    scratch.reserve(n, config.split_k, halves, config.block_n, DEVICE)
+    scratch.reserve(n, config, 32, halves, DEVICE)
     if scratch.parts is not None:
         scratch.parts.fill_(float("nan"))
     return scratch
@@ -60,7 +68,7 @@ def typical_size(x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | N
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 33), (50, 200), (1, 8)])
 @pytest.mark.parametrize(
-    ("m", "config"), [*[(1, c) for c in GEMV], *[(m, c) for m, c in zip((2, 16, 5), GEMM, strict=True)]], ids=str
+    ("m", "config"), [*[(1, c) for c in GEMV], *[(m, c) for m, c in zip((2, 16, 5, 19), GEMM, strict=True)]], ids=str
 )
 def test_kernel_equals_reference(
     m: int, config: GemmConfig, n: int, k: int, bias: bool, silu: bool, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +92,34 @@ def test_kernel_equals_reference(
         assert error <= checking.RELATIVE_RMS[dtype] * size
         if config.split_k > 1:
             assert not scratch.arrivals.any()
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 160), (50, 224), (1, 32)])
+@pytest.mark.parametrize(("m", "config"), [*zip((2, 17, 32), FRAGMENTS, strict=True), (9, FRAGMENTS[1])], ids=str)
+def test_fragments_equal_reference(m: int, config: GemmConfig, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    offset = torch.randn(n, device=DEVICE) if n % 2 else None
+    scratch = scratch_for(config, n, 1)
+    for dtype, wide, under in ((torch.float16, torch.float32, True), (torch.bfloat16, None, False)):
+        inputs = [x.to(dtype), weight.to(dtype), None if offset is None else offset.to(dtype)]
+        with poisoned_outputs(monkeypatch):
+            actual = triton.linear(*inputs, wide, config=config, scratch=scratch, under=under)
+        assert actual.shape == (m, n) and actual.dtype == (wide or dtype)
+        exact = inputs[0].double() @ inputs[1].double().t()
+        exact = exact if offset is None else exact + inputs[2].double()
+        error = (actual.double() - exact).square().mean().sqrt()
+        assert error <= checking.RELATIVE_RMS[dtype] * typical_size(*inputs, False)
+        assert scratch.arrivals is None or not scratch.arrivals.any()
+
+
+def test_fragments_refuse_what_they_cannot_read() -> None:
+    config = FRAGMENTS[0]
+    for dtype, k in ((torch.float32, 64), (torch.float16, 48)):
+        with pytest.raises(ValueError, match="cannot run"):
+            triton.linear(torch.ones(2, k, dtype=dtype), torch.ones(4, k, dtype=dtype), config=config)
+    x, weight = torch.ones(2, 64).half(), torch.ones(4, 64).half()
+    with pytest.raises(ValueError, match="with the activation"):
+        triton.linear_silu_mul(x, weight, config=config)
 
 
 def test_empty_and_widened_outputs() -> None:
@@ -111,18 +147,37 @@ def test_reference_equals_scalar_python() -> None:
                 assert math.isclose(float(gated[i, j]), silu * sums[2 + j], rel_tol=1e-5, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize("m", [1, 2, 16, 17])
-def test_op_routes_by_rows(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("m", "n"), [(1, 32), (2, 32), (16, 32), (17, 32), (32, 32), (33, 32), (16, 160), (17, 160)])
+@pytest.mark.parametrize("k", [48, 64])
+def test_op_routes_by_rows(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
-    weight = torch.randn(32, 48, device=DEVICE).half()
+    weight = torch.randn(n, k, device=DEVICE).half()
     gemm.reserve(weight, silu=True)
-    x = torch.randn(m, 48, device=DEVICE).half()
+    gemm.reserve(weight, silu=False)
+    x = torch.randn(m, k, device=DEVICE).half()
     launched = []
     launch = triton._launch
     monkeypatch.setattr(triton, "_launch", lambda *args: (launched.append(m), launch(*args)))
     assert relative_rms(gemm.linear(x, weight), reference.linear(x, weight)) < 2e-3
     assert relative_rms(gemm.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight)) < 2e-3
-    assert len(launched) == (2 if m <= MAX_TOKENS else 0)
+    assert len(launched) == (2 if m <= max_tokens(n) else 0)
+    assert max_tokens(n) == (32 if n == 32 else MAX_TOKENS)
+
+
+def test_what_can_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    weight = torch.randn(32, 64, device=DEVICE).half()
+    monkeypatch.setattr(early_launch, "early", lambda _: False)
+    assert not gemm.hides(weight[:1], weight)
+    assert torch.equal(gemm.linear_under(weight[:3], weight), gemm.linear(weight[:3], weight))
+    monkeypatch.setattr(early_launch, "early", lambda _: True)
+    assert [gemm.hides(weight.repeat(2, 1)[:m], weight) for m in (0, 1, 32, 33)] == [False, True, True, False]
+    assert not gemm.hides(weight[:17], weight.repeat(5, 1)) and not gemm.hides(weight[:2].float(), weight.float())
+    plain = SmallGemm(choice("small_gemm", "reference"), SiluMul(choice("silu_mul", "reference")))
+    assert not plain.hides(weight[:1], weight)
+    monkeypatch.setenv("FREETOKEN_HIDE_SMALL_GEMM", "0")
+    off = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    assert not off.hides(weight[:1], weight)
 
 
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +232,8 @@ def test_a_split_without_scratch_is_refused() -> None:
 QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)]
 
 
-@pytest.mark.parametrize(("n", "k"), [*QWEN3_8B, (960, 576), (8, 8)])
-@pytest.mark.parametrize("m", [1, 2, 16])
+@pytest.mark.parametrize(("n", "k"), [*QWEN3_8B, (960, 576), (8, 8), (96, 5120), (128, 2048), (96, 4640)])
+@pytest.mark.parametrize("m", [1, 2, 16, 32])
 def test_candidates_start_with_the_default_and_are_legal(n: int, k: int, m: int) -> None:
     found = candidates(n, k, m)
     assert found[0] == pick_config(n, k, m)
@@ -188,3 +243,9 @@ def test_candidates_start_with_the_default_and_are_legal(n: int, k: int, m: int)
             assert value & (value - 1) == 0 and value > 0
         if m > 1:
             assert config.block_n >= 16 and config.block_k >= 16
+        if config.kind == "fragments":
+            assert m > 1 and config.block_k == 32 * config.num_warps and config.block_n == 16
+    if m > 1 and n in (96, 128):
+        config = found[0]
+        assert config.kind == "fragments" and config.split_k * config.unroll * config.block_k <= k + 256
+        assert pick_config(n, k, m, silu=True).kind == "tiles"

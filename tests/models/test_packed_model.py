@@ -17,11 +17,13 @@ from tiny_spec import hf_config
 
 from freetoken.errors import StartupError
 from freetoken.hardware import probe
-from freetoken.kernels import pq2_gemv
+from freetoken.kernels import launch, pq2_gemv
 from freetoken.kernels.dispatch import Choice, choose_op
-from freetoken.kernels.hadamard import rotate
+from freetoken.kernels.hadamard import Hadamard, Rotation, rotate
 from freetoken.kernels.pq2_gemm import PQ2Gemm
 from freetoken.kernels.pq2_gemv import PQ2Product
+from freetoken.kernels.silu_mul import SiluMul
+from freetoken.kernels.small_gemm import SmallGemm
 from freetoken.loader.checkpoint import Checkpoint, open_checkpoint
 from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.names import expected_tensors, weight_bytes
@@ -29,6 +31,7 @@ from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
 from freetoken.models import packed as packed_layers
 from freetoken.models.decoder import DecoderModel
+from freetoken.models.layers import ColumnLinear, Placement
 from freetoken.models.parse import parse_hf_config
 from freetoken.models.registry import build_model, find
 from gguf_oracle import decode, hf_model
@@ -268,6 +271,56 @@ def test_gates_of_linear_attention_take_plain_activations(
     )
     ids, logits = expected("rotated")
     assert relative(run(model, ids), logits) > 1e-2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gates_run_under_the_projection(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both kernels start early the packed product is launched first; a bias, added by another kernel, keeps the old order."""
+    device = "cuda" if probe().usable_gpu else "cpu"
+    monkeypatch.setattr(launch, "EARLY_LAUNCH", False)
+
+    def made(name: str) -> Choice:
+        return Choice(name, "", "triton", "for this test")
+
+    monkeypatch.setattr(pq2_gemv, "_product", lambda _: PQ2Product(made("pq2_gemv"), made("pq2_single")))
+    place, generator = Placement(torch.float16, torch.device(device)), torch.Generator(device).manual_seed(3)
+    feed = packed_layers.Feed(Hadamard(Choice("hadamard", "", "reference", "for this test")), Rotation(), 128)
+    wide = packed_layers.PackedLinear(feed, place, {"q": 16, "z": 16}, 128, 128, bias=bias)
+    small = ColumnLinear(SmallGemm(made("small_gemm"), SiluMul(made("silu_mul"))), place, {"b": 3, "a": 3}, 128)
+    for layer in (wide, small):
+        layer.randomise(generator)
+    order: list[str] = []
+    for name, owner, attribute in (
+        ("wide", PQ2Product, "linear"),
+        ("small", SmallGemm, "linear"),
+        ("under", SmallGemm, "linear_under"),
+    ):
+        real = getattr(owner, attribute)
+        monkeypatch.setattr(
+            owner,
+            attribute,
+            lambda *args, real=real, name=name, **more: (
+                order.append(f"{name} late" if more.get("late") else name),
+                real(*args, **more),
+            )[1],
+        )
+    x = torch.randn(3, 128, device=device, generator=generator).half()
+    fed = replace(feed.take(x), plain=x)
+    found = [wide.beside(fed, small)]
+    assert order == ["small", "wide"]
+    # As on a GPU that starts kernels early; what is launched still starts in the ordinary way.
+    monkeypatch.setattr(packed_layers, "leads", lambda _: True)
+    monkeypatch.setattr(SmallGemm, "hides", lambda *_: True)
+    found.append(wide.beside(fed, small))
+    assert order[2:] == (["small", "wide"] if bias else ["wide late", "under"])
+    monkeypatch.setattr(SmallGemm, "hides", lambda *_: False)
+    found.append(wide.beside(fed, small))
+    assert order[4:] == ["small", "wide"]
+    for both in found:
+        assert torch.equal(both[0], found[0][0]) and torch.equal(both[1], found[0][1])
+        assert relative(both[1], x.float() @ small.weight.float().t()) < 2e-3
+    with pytest.raises(ValueError, match="plain"):
+        wide.beside(feed.take(x), small)
 
 
 def test_weights_stay_packed(paths: Paths) -> None:

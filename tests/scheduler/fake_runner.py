@@ -116,10 +116,18 @@ def alone(
     for index in range(limit):
         banned = frozenset(stops) if index < sampling.min_new_tokens else frozenset()
         state = advance(FRESH, prompt + ids)[1] if stateful else 0
-        ids.append(next_token(array("i", prompt + ids), seed, index, banned, state))
+        allowed = _forced(sampling, ids)
+        ids.append(next_token(array("i", prompt + ids), seed, index, banned, state, allowed))
         if ids[-1] in stops and index >= sampling.min_new_tokens:
             return ids, "stop", ids[-1]
     return ids, "length", None
+
+
+def _forced(sampling: SamplingParams, ids: list[int]) -> list[int] | None:
+    budget = sampling.thinking_budget
+    if budget is None or len(ids) + 1 != budget.tokens or budget.end in ids:
+        return None
+    return [budget.end]
 
 
 def open_ids(mask: Any) -> list[int]:
@@ -142,6 +150,7 @@ def _alone_in_grammar(
             eos if free or sampling.ignore_eos or index < sampling.min_new_tokens else set()
         )
         allowed = [token for token in allowed if token not in late] or allowed
+        allowed = _forced(sampling, ids) or allowed
         token = next_token(array("i", prompt + ids), seed, index, frozenset(), state, allowed)
         ids.append(token)
         if token in stops | eos:
@@ -328,7 +337,7 @@ class FakeRunner:
             req.stop_ids if ban and req.constraint is None else frozenset(),
             req.sampling.logprobs is not None,
             entries,
-            req.constraint is not None,
+            req.constraint is not None or piece.spends_budget,
         )
 
     def _written(self, work: _Work) -> tuple[int, ...]:

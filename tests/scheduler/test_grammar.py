@@ -15,7 +15,7 @@ from freetoken.grammar import compiler as compiling
 from freetoken.grammar import schema
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.messages import AddRequest
-from freetoken.sampling_params import Grammar, SamplingParams
+from freetoken.sampling_params import Grammar, SamplingParams, ThinkingBudget
 from freetoken.scheduler import grammar as grammars
 from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.request import Req, Status
@@ -332,6 +332,39 @@ def test_texts_are_those_of_each_alone(overlap: bool, blocks: int | None) -> Non
         if grammar is PERSON:
             value = json.loads(text_of(h.ids(f"r{i}")))
             assert isinstance(value["a"], int) and value["b"] in ("x", "y")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pages", [64, 9])
+def test_thoughts_end_at_their_budget(overlap: bool, pages: int) -> None:
+    """With a grammar behind them and without, beside requests that have no budget, and through retractions."""
+    h = Harness(make_config(overlap=overlap), num_pages=pages)
+    dot = ids_of(".")[0]
+    for i in range(8):
+        grammar = regex("[a-f]{3,5}", after=dot) if i % 2 else None
+        budget = ThinkingBudget(end=dot, tokens=1 + 3 * i) if i != 4 else None
+        limit = {} if i % 2 else {"ignore_eos": True}
+        h.add(f"r{i}", [i + 1] * 5, seed=i, grammar=grammar, thinking_budget=budget, max_new_tokens=30, **limit)
+    h.run()
+    assert (h.scheduler.stats().retractions > 0) == (pages == 9)
+    for i in range(8):
+        h.check_text(f"r{i}")
+        if i != 4:
+            assert dot in h.ids(f"r{i}")[: 1 + 3 * i]
+        if i % 2:
+            assert h.finish(f"r{i}").kind == "stop"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_budget_costs_one_masked_step(overlap: bool) -> None:
+    h = Harness(make_config(overlap=overlap))
+    draws: list[int] = []
+    draw = h.runner.draw
+    h.runner.draw = lambda handle, masks: (draws.append(handle), draw(handle, masks))  # type: ignore[method-assign]
+    h.add("r", [1, 2, 3], thinking_budget=ThinkingBudget(end=ids_of(".")[0], tokens=6), max_new_tokens=20)
+    h.run()
+    assert len(draws) == 1
+    h.check_text("r")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -177,3 +177,11 @@ def test_parameters_that_tags_cannot_write(compiler: GrammarCompiler) -> None:
     assert takes(compiler, grammar, call("qwen3_coder", "f", c="x", d="y")) and takes(
         compiler, grammar, call("qwen3_coder", "f")
     )
+
+
+@pytest.mark.parametrize("dialect", ["hermes", "llama3"])
+def test_dates_of_arguments_exist(compiler: GrammarCompiler, dialect: str) -> None:
+    day = Tool("day", "", {"properties": {"on": {"type": "string", "format": "date"}}, "required": ["on"]})
+    grammar = tool_grammar(dialect, [day], REQUIRED, {})
+    assert takes(compiler, grammar, call(dialect, "day", on="2024-02-29"))
+    assert not takes(compiler, grammar, call(dialect, "day", on="2023-02-29"))

@@ -212,18 +212,18 @@ def rope_kv(device: str, sizes: Sizes) -> list[Case]:
 
 def small_gemm(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.silu_mul import SiluMul
-    from freetoken.kernels.small_gemm import MAX_TOKENS, SmallGemm
+    from freetoken.kernels.small_gemm import SmallGemm, max_tokens
 
     shapes = [
         (sizes.hidden, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
         (sizes.ffn, sizes.hidden),
         (sizes.hidden, sizes.vocab),
+        (sizes.packed_hidden, 2 * sizes.linear_heads),
     ]
-    counts = (1, 8, MAX_TOKENS) if sizes.dtype != torch.float32 else (1,)
     cases = []
     for k, n in shapes:
         weight = _random(device, sizes.dtype, n, k) / math.sqrt(k)
-        for tokens in counts:
+        for tokens in sorted({1, 8, 16, max_tokens(n)}) if sizes.dtype != torch.float32 else (1,):
             x = _random(device, sizes.dtype, tokens, k)
 
             def call(impl: str, x: Any = x, weight: Any = weight) -> Callable[[], Tensors]:

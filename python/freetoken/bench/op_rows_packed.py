@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.pq2_gemv import PQ2Weight, QuantisedActivation
+from freetoken.kernels.pq2_gemv import PQ2Weight, Quantised, QuantisedActivation, TiledActivation
 
 if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case, Sizes, Tensors
@@ -26,21 +26,30 @@ def _choice(op: str, impl: str) -> Choice:
     return Choice(op, "", impl, "benchmark")
 
 
-def _flat(activation: QuantisedActivation | torch.Tensor) -> Tensors:
+def flat(activation: Quantised | torch.Tensor) -> Tensors:
+    """The tensors of an activation as it lies in memory: floats, rows or tiles."""
     if isinstance(activation, torch.Tensor):
         return (activation,)
+    if isinstance(activation, TiledActivation):
+        return activation.words, activation.beside
     return activation.values, activation.scales, activation.sums
 
 
-def _wide(dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
+def unflat(outputs: Tensors, tokens: int, group: int) -> tuple[Quantised | torch.Tensor, Tensors]:
+    """The activation of ``tokens`` tokens that :func:`flat` took apart, and the outputs after it."""
+    if outputs[0].dtype == torch.int32:
+        return TiledActivation(outputs[0], outputs[1], tokens, group), outputs[2:]
+    if outputs[0].dtype == torch.int8:
+        return QuantisedActivation(*outputs[:3], group), outputs[3:]
+    return outputs[0], outputs[1:]
+
+
+def _wide(dtype: torch.dtype, tokens: int) -> Callable[[Tensors], Tensors]:
     """What is compared of a producer's outputs: a quantised activation as numbers, the rest as it is."""
 
     def view(outputs: Tensors) -> Tensors:
-        if outputs[0].dtype != torch.int8:
-            return outputs
-        values, scales, sums = outputs[:3]
-        whole = QuantisedActivation(values, scales, sums, GROUP).dequantise()
-        return (whole.to(dtype), *outputs[3:])
+        activation, rest = unflat(outputs, tokens, GROUP)
+        return (activation if isinstance(activation, torch.Tensor) else activation.dequantise().to(dtype), *rest)
 
     return view
 
@@ -67,7 +76,7 @@ def _producers(
                 lambda: call(reference, rotation),
                 total,
                 model=MODEL,
-                compared=_wide(sizes.dtype),
+                compared=_wide(sizes.dtype, tokens),
             )
         )
     return cases
@@ -95,7 +104,7 @@ def rotated_norm(device: str, sizes: Sizes) -> list[Case]:
 
         def call(op: Any, rotation: Any, x: Any = x, residual: Any = residual, plain: bool = plain) -> Tensors:
             made = op.norm(x, weight, EPS, rotation, GROUP, residual, plain=plain)
-            return (*_flat(made.activation), made.residual, *([made.plain] if plain else []))
+            return (*flat(made.activation), made.residual, *([made.plain] if plain else []))
 
         moved = (3 + plain) * x.numel() * x.element_size() + 4 * width
         made = _producers(sizes, width, moved, tokens, call, signs)
@@ -114,7 +123,7 @@ def rotated_silu(device: str, sizes: Sizes) -> list[Case]:
         pair = torch.randn(tokens, 2 * width, device=device).to(sizes.dtype)
 
         def call(op: Any, rotation: Any, pair: Any = pair) -> Tensors:
-            return _flat(op.silu_mul(pair, rotation, GROUP))
+            return flat(op.silu_mul(pair, rotation, GROUP))
 
         cases += _by_warps(_producers(sizes, width, pair.numel() * pair.element_size(), tokens, call, signs))
     return cases
@@ -130,7 +139,7 @@ def rotated_gated_norm(device: str, sizes: Sizes) -> list[Case]:
         o, z = (torch.randn(tokens, width, device=device).to(sizes.dtype) for _ in range(2))
 
         def call(op: Any, rotation: Any, o: Any = o, z: Any = z) -> Tensors:
-            return _flat(op.gated_norm(o.view(-1, heads, head), z, weight, EPS, rotation, GROUP))
+            return flat(op.gated_norm(o.view(-1, heads, head), z, weight, EPS, rotation, GROUP))
 
         cases += _by_warps(_producers(sizes, width, 2 * o.numel() * o.element_size(), tokens, call, signs))
     return cases
@@ -145,7 +154,7 @@ def rotated(device: str, sizes: Sizes) -> list[Case]:
         x = torch.randn(tokens, width, device=device).to(sizes.dtype)
 
         def call(op: Any, rotation: Any, x: Any = x) -> Tensors:
-            return _flat(op.rotate(x, rotation, GROUP))
+            return flat(op.rotate(x, rotation, GROUP))
 
         cases += _by_warps(_producers(sizes, width, x.numel() * x.element_size(), tokens, call, signs))
     return cases

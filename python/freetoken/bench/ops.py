@@ -147,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("op", nargs="+", choices=(*NAMES, CHAIN, "all"))
     result.add_argument("--tune", action="store_true", help="Tune the settings of pq2_gemv first, and write its table.")
     result.add_argument("--tune-seconds", type=int, default=150, help="Time for --tune, about (default: %(default)s).")
+    result.add_argument("--tune-tokens", type=int, nargs="+", help="Classes of token counts to tune (default: all).")
     result.add_argument("--tune-copy", help="Write the table to this path as well.")
     result.add_argument("--output", help="Append the figures as JSON lines.")
     return result
@@ -204,10 +205,13 @@ def _chain(args: argparse.Namespace, bandwidth: float, timed: bool) -> list[dict
 
     from freetoken.bench import pq2
 
+    classes = tuple(args.tune_tokens or pq2.CLASSES)
+    if unknown := set(classes) - set(pq2.CLASSES):
+        raise StartupError(f"--tune-tokens {min(unknown)}: the classes are {', '.join(map(str, pq2.CLASSES))}")
     torch.manual_seed(0)
     with torch.inference_mode():
         chain = pq2.Chain.random(pq2.model_order())
-        found = pq2.tune(chain, args.tune_seconds, args.tune_copy) if args.tune else []
+        found = pq2.tune(chain, args.tune_seconds, args.tune_copy, classes) if args.tune else []
         found += pq2.chain_figures(chain, bandwidth) if timed else []
     del chain
     torch.cuda.empty_cache()

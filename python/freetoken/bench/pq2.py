@@ -21,7 +21,7 @@ import torch
 from freetoken.bench import figures, roof
 from freetoken.bench.op_rows import Sizes
 from freetoken.kernels import checking, launch
-from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, QuantisedActivation, candidates, pick_config, reference
+from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, Quantised, candidates, pick_config, reference
 from freetoken.kernels.pq2_gemv import triton as product
 from freetoken.kernels.pq2_gemv.configs import CLASSES, forget_tables, read_table, table_path, write_table
 from freetoken.kernels.pq2_gemv.quantiser import quantise
@@ -75,7 +75,7 @@ class Chain:
     """Weights of a whole token in model order and one activation for each width and number of tokens."""
 
     weights: list[PQ2Weight]
-    inputs: dict[tuple[int, int], tuple[torch.Tensor, QuantisedActivation]] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], tuple[torch.Tensor, Quantised]] = field(default_factory=dict)
 
     @classmethod
     def random(cls, order: Iterable[Shape]) -> Chain:
@@ -87,7 +87,7 @@ class Chain:
         """Bytes of all weights."""
         return sum(weight.nbytes for weight in self.weights)
 
-    def input(self, tokens: int, k: int) -> tuple[torch.Tensor, QuantisedActivation]:
+    def input(self, tokens: int, k: int) -> tuple[torch.Tensor, Quantised]:
         """An activation of this size, in bfloat16 and quantised."""
         if (tokens, k) not in self.inputs:
             x = torch.randn(tokens, k, device="cuda").bfloat16()
@@ -175,9 +175,7 @@ def compile_all(jobs: Iterable[tuple[PQ2Config, int, int]], seconds: float) -> s
     return good
 
 
-def alone_us(
-    config: PQ2Config, weights: list[PQ2Weight], activation: QuantisedActivation, expected: torch.Tensor
-) -> float:
+def alone_us(config: PQ2Config, weights: list[PQ2Weight], activation: Quantised, expected: torch.Tensor) -> float:
     """Microseconds of one product among those with every weight in a graph; infinite where it does not run, or where the product
     with the first weight is not ``expected``."""
     try:
@@ -264,8 +262,10 @@ class Tuning:
         self.log.append(figures.figure(what, model=MODEL, device="cuda", **values))
 
 
-def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str, Any]]:
-    """Tune every class of token counts within about ``seconds`` and write the table of this card; the figures of the way there.
+def tune(
+    chain: Chain, seconds: float, path: str | None = None, classes: tuple[int, ...] = CLASSES
+) -> list[dict[str, Any]]:
+    """Tune ``classes`` of token counts within about ``seconds`` and write the table of this card; the figures of the way there.
 
     The table lies in the package and is used from now on; ``path`` is for a copy. Settings of an earlier table stay where the
     time was not enough to find others.
@@ -275,12 +275,12 @@ def tune(chain: Chain, seconds: float, path: str | None = None) -> list[dict[str
     target = table_path(capability)
     session = Tuning(chain, time.monotonic() + seconds, capability)
     jobs = dict.fromkeys(
-        (config, k, tokens) for tokens in CLASSES for n, k in SHAPES for config in candidates(n, k, tokens, capability)
+        (config, k, tokens) for tokens in classes for n, k in SHAPES for config in candidates(n, k, tokens, capability)
     )
     print(f"compiling {len(jobs)} kernels", flush=True)
     compiled = compile_all(jobs, seconds * 0.45)
     print(f"  {len(compiled)} of {len(jobs)} compiled without spills", flush=True)
-    for tokens in CLASSES:
+    for tokens in classes:
         if session.late():
             break
         session.in_chain(tokens, session.alone(tokens, compiled), rounds=2 if tokens == 1 else 1)

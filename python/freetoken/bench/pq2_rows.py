@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from freetoken.bench.op_rows import Case, Sizes, Tensors
 from freetoken.bench.op_rows import _choice as choice
 from freetoken.bench.op_rows import _random as random
+from freetoken.bench.op_rows_packed import flat, unflat
 from freetoken.bench.pq2 import random_weight
 from freetoken.kernels.pq2_gemv import PQ2Product, quantise
 
@@ -45,12 +48,17 @@ def quantise_cases(device: str, sizes: Sizes) -> list[Case]:
 
             def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
                 def outputs() -> Tensors:
-                    done = op.quantise(x, 128)
-                    return done.values, done.scales, done.sums
+                    return flat(op.quantise(x, 128))
 
                 return outputs
 
             moved = float(x.nbytes + x.numel() + x.numel() // 16)
             shape = {"tokens": tokens, "k": k}
-            cases.append(Case(shape, call(fused), call(reference), moved, exact=True, model="Qwen3.5-27B"))
+
+            def rows(outputs: Tensors, tokens: int = tokens) -> Tensors:
+                done = unflat(outputs, tokens, 128)[0]
+                return (done,) if isinstance(done, torch.Tensor) else flat(done.rows())
+
+            case = Case(shape, call(fused), call(reference), moved, exact=True, model="Qwen3.5-27B", compared=rows)
+            cases.append(case)
     return cases

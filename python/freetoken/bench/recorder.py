@@ -17,6 +17,7 @@ import torch
 
 from freetoken.bench.replay_rows import ROWS
 from freetoken.errors import StartupError
+from freetoken.kernels import launch
 
 Node = dict[str, Any]
 """A value as JSON: a tensor by its key (``t``), by parameter (``p``) or by another call's output (``l``), else plain data."""
@@ -127,6 +128,8 @@ class Recorder:
                 self._wrap(owner, method, functools.partial(self._wrapped_call, name, method, isinstance(owner, type)))
         for cls in self._layer_classes:
             self._wrap(cls, "forward", self._wrapped_layer)
+        # Copies lie between recorded calls, so none may count on the kernel before it; and each is to be seen as a call of its own.
+        self._wrap(launch, "EARLY_LAUNCH", lambda _: False)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -122,9 +122,9 @@ def compare(
 
 def comparable(value: Any) -> Any:
     """``value`` with quantised activations as the floats they stand for: two of them may differ by a step in few places."""
-    from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+    from freetoken.kernels.pq2_gemv import QuantisedActivation, TiledActivation
 
-    if isinstance(value, QuantisedActivation):
+    if isinstance(value, (QuantisedActivation, TiledActivation)):
         return value.dequantise()
     if isinstance(value, (tuple, list)):
         return tuple(comparable(item) for item in value)

@@ -32,15 +32,55 @@ _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _DEFINITIONS = ("$defs", "definitions")
 
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"(?:{_YEAR}-(?:0[13-9]|1[0-2])-\d{{2}}|{_YEAR}-02-(?:[01]\d|2[0-8])|{_LEAP_YEAR}-02-29)"
+_TIME = r"\d{2}:\d{2}:[0-5]\d"
+# 253 characters, counted in pieces of 16 that end early at a dot: beside the length of each part, a count of characters
+# would have tens of thousands of states.
+_HOST = r"(?:[^.]{0,15}\.|[^.]{16}){0,15}[^.]{0,13}"
+_NARROWER = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}",
+    "date-time": f"^{_DATE}[Tt]{_TIME}",
+    "hostname": f"^{_HOST}$",
+}
+
 Fault = tuple[str, str]
 """``(path, reason)``; the path is empty or like ``.properties.age.type``."""
+
+
+def narrow_formats(schema: Any) -> Any:
+    """``schema`` with a pattern beside the formats of which the library takes strings that are none.
+
+    It lets 29 February through in every year, second 60 in every minute, and names of hosts of any length, where RFC 1034
+    has 253 characters. Here no second is 60, and the year 0, which RFC 3339 allows and most libraries cannot read, is left
+    out too, as are names of more than 16 parts. ``schema`` itself stays as it is.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for name in _ONE:
+        if name in result:
+            result[name] = narrow_formats(result[name])
+    for name in _LISTS:
+        if isinstance(result.get(name), list):
+            result[name] = [narrow_formats(part) for part in result[name]]
+    for name in _MAPS:
+        if isinstance(result.get(name), dict):
+            result[name] = {key: narrow_formats(part) for key, part in result[name].items()}
+    form, beside = result.get("format"), result.get("allOf", [])
+    if isinstance(form, str) and form in _NARROWER and isinstance(beside, list):
+        result["allOf"] = [*beside, {"pattern": _NARROWER[form]}]
+    return result
 
 
 def schema_grammar(text: str) -> str:
     """The library's form of a schema; ``ValueError`` unless it is a JSON object."""
     return str(
         LLMatcher.grammar_from_json_schema(
-            text, overrides={"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+            json.dumps(narrow_formats(json.loads(text))),
+            overrides={"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False},
         )
     )
 

@@ -147,8 +147,12 @@ class GatedDeltaNet:
         """q, k and v together, z, b and a of ``x [T, hidden]``, each ``[T, …]`` of any row stride."""
         if self.gates is None:
             return list(self.projection(x).split(self.widths, 1))
-        gates = self.gates(x.plain if isinstance(x, Fed) else x)
-        return [*self.projection(x).split(self.widths[:2], 1), *gates.split(self.widths[2:], 1)]
+        if isinstance(x, Fed) and isinstance(self.projection, PackedLinear):
+            wide, gates = self.projection.beside(x, self.gates)
+        else:
+            gates = self.gates(x)
+            wide = self.projection(x)
+        return [*wide.split(self.widths[:2], 1), *gates.split(self.widths[2:], 1)]
 
     def _decode(
         self, projected: list[torch.Tensor], fb: ForwardBatch, conv: torch.Tensor, rec: torch.Tensor

@@ -137,6 +137,15 @@ class Linear:
         y: torch.Tensor = self._gemm.linear(x, self.weight, self.bias)
         return y
 
+    def hides(self, x: torch.Tensor) -> bool:
+        """Whether :meth:`under` can take ``x``."""
+        return isinstance(self._gemm, SmallGemm) and self._gemm.hides(x, self.weight)
+
+    def under(self, x: torch.Tensor) -> torch.Tensor:
+        """The same at the time of the kernel launched right before, by :meth:`SmallGemm.linear_under`."""
+        y: torch.Tensor = self._gemm.linear_under(x, self.weight, self.bias)
+        return y
+
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from weight_tensors(self.weight)
         if self.bias is not None:

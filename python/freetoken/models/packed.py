@@ -16,11 +16,11 @@ from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import choose_op
 from freetoken.kernels.hadamard import Activation, Hadamard, Rotation
 from freetoken.kernels.pq2_gemm import PQ2Gemm
-from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, group_for, pq2_linear
+from freetoken.kernels.pq2_gemv import PQ2Weight, activation_group, group_for, leads, pq2_linear
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.models.config import PackedWeights
-from freetoken.models.layers import Norm, Placement, Slot
+from freetoken.models.layers import Linear, Norm, Placement, Slot
 
 # Codes are drawn in pieces, so that drawing needs little beside the weights.
 DRAWN_BYTES = 2**26
@@ -158,6 +158,16 @@ class PackedLinear:
         fed = x if isinstance(x, Fed) else self.feed.take(x)
         y = pq2_linear(fed.taken, self.weight, self.dtype)
         return y if self.bias is None else y.add_(self.bias)
+
+    def beside(self, fed: Fed, small: Linear | PackedLinear) -> tuple[torch.Tensor, torch.Tensor]:
+        """This product, and that of ``small`` with the plain activations, which runs under it where it can."""
+        if fed.plain is None:
+            raise ValueError("a product beside a packed one takes plain activations, and the norm made none")
+        if self.bias is None and leads(fed.taken) and isinstance(small, Linear) and small.hides(fed.plain):
+            y = pq2_linear(fed.taken, self.weight, self.dtype, late=True)
+            return y, small.under(fed.plain)
+        other = small(fed.plain)
+        return self(fed), other
 
     def planes(self) -> dict[str, torch.Tensor]:
         """The tensors whose rows are outputs, by the kind in their checkpoint names."""

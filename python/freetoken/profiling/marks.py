@@ -155,7 +155,7 @@ class Marks:
         for module in model.modules():
             role = "head" if module is model.head else role_of(module)
             if role != OTHER:
-                self._mark(module, role, "__call__", "add", "read")
+                self._mark(module, role, "__call__", "add", "read", "beside")
         for layer in model.layers:
             # What a block does between its parts is of its main part.
             linear = any(role_of(part).startswith("gdn") for part in layer.mixer.modules())

@@ -5,6 +5,8 @@ launched. So a step with constrained rows is launched in two parts: its forward 
 before is drained, its tokens move the matchers on, worker threads fill the masks, and the draw is enqueued behind the
 forward pass. The forward pass of one step is thus always enqueued before the step before it has been waited for.
 
+A thinking budget is kept by one such mask, for the draw that would be the last of the thoughts.
+
 A matcher stands exactly behind the request's tokens on the host, so a retraction leaves it as it is.
 """
 
@@ -165,22 +167,27 @@ class Grammars:
         """``(masks [len(reqs), mask_words] int32, requests that end here instead of drawing)``.
 
         ``indices`` number the tokens about to be drawn among each request's outputs. A row of a request that has ended allows
-        everything. The array is overwritten by the next call.
+        everything; that of one whose thoughts must end here, their end alone. The array is overwritten by the next call.
         """
         if len(reqs) > len(self._masks):
             self._masks = np.empty((len(reqs), self.compiler.mask_words), np.uint32)
         masks = self._masks[: len(reqs)]
         jobs: list[tuple[LLMatcher, int]] = []
         for place, req in enumerate(reqs):
-            assert req.constraint is not None
-            if req.status is Status.RUNNING and not req.constraint.free:
+            if req.status is Status.RUNNING and req.constraint is not None and not req.constraint.free:
                 jobs.append((req.constraint.matcher, place))
             else:
                 masks[place] = 0xFFFFFFFF
         self._run(jobs, masks)
         ended: list[tuple[Req, Finish]] = []
         for place, (req, index) in enumerate(zip(reqs, indices)):
-            if req.status is Status.RUNNING:
+            if req.status is not Status.RUNNING:
+                continue
+            end = _end_of_thoughts(req, index)
+            if end is not None:
+                masks[place] = 0
+                masks[place, end >> 5] = 1 << (end & 31)
+            elif req.constraint is not None:
                 finish = self._settle(req, index, masks[place])
                 if finish is not None:
                     masks[place] = 0xFFFFFFFF
@@ -214,6 +221,14 @@ class Grammars:
             if not mask.any():
                 return Finish("stop")
         return None
+
+
+def _end_of_thoughts(req: Req, index: int) -> int | None:
+    """The token that must come as output ``index`` because the thoughts have used up their budget, if one must."""
+    budget = req.sampling.thinking_budget
+    if budget is None or index != budget.tokens - 1 or budget.end in req.ids[req.prompt_len :]:
+        return None
+    return budget.end
 
 
 def _keep_out(mask: np.ndarray, ids: Sequence[int]) -> None:

@@ -114,6 +114,12 @@ class Slice(NamedTuple):
     out_index: int = 0
     prompt_logprobs: bool = False
 
+    @property
+    def spends_budget(self) -> bool:
+        """Whether the token to be drawn is the last that may belong to the request's thoughts."""
+        budget = self.req.sampling.thinking_budget
+        return budget is not None and self.sample and self.out_index == budget.tokens - 1
+
 
 @dataclass
 class ScheduleBatch:
@@ -146,7 +152,7 @@ class ScheduleBatch:
     @cached_property
     def masked(self) -> list[int]:
         """Places in :attr:`sampled` whose draw needs a token mask."""
-        return [place for place, s in enumerate(self.sampled) if s.req.constraint is not None]
+        return [place for place, s in enumerate(self.sampled) if s.req.constraint is not None or s.spends_budget]
 
     @property
     def num_tokens(self) -> int:

@@ -138,9 +138,11 @@ class Scheduler:
             check_queue(len(message.ids), len(self.live), self.waiting.tokens, self.config)
             pool_tokens = self.pages.total * self._page_size
             req = build_request(message, self.config, pool_tokens, self._arrivals, self._clock())
-            if req.sampling.grammar is not None:
-                if self.grammars is None:
-                    raise RequestError("structured output is not served here", param=req.sampling.grammar.param)
+            grammar = req.sampling.grammar
+            if self.grammars is None and req.sampling.needs_masks:
+                where = "thinking_budget" if grammar is None else grammar.param
+                raise RequestError("structured output is not served here", param=where)
+            if self.grammars is not None and grammar is not None:
                 self.grammars.attach(req)
         except RequestError as error:
             finish = Finish("error", None, error.message, error.status, error.code, error.param)

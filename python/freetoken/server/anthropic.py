@@ -6,7 +6,6 @@ server does not serve is refused by name. Prompt caching is automatic, so ``cach
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +39,6 @@ from freetoken.server.wire import (
     warn_unknown,
 )
 from freetoken.server_args import Config
-
-log = logging.getLogger(__name__)
 
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
@@ -116,17 +113,16 @@ def _built(reader: SamplingReader) -> SamplingParams:
     return reader.build()
 
 
-def _thinking(body: Mapping[str, Any]) -> bool:
-    """Whether to think: only when asked to, as in the protocol."""
+def _thinking(body: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """Whether to think, which is only when asked to, as in the protocol; and for how many tokens at most."""
     value = mapping(body, "thinking")
     if not value:
-        return False
+        return False, None
     refuse_unserved(value, {"display": ("summarized",)})
     if value.get("type") not in ("enabled", "adaptive", "disabled"):
         raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking.type")
-    if integer(value, "budget_tokens", 1, MAX_TOKENS) is not None:
-        log.debug("thinking.budget_tokens is not enforced; max_tokens is")
-    return bool(value["type"] != "disabled")
+    budget = integer(value, "budget_tokens", 1, MAX_TOKENS)
+    return value["type"] != "disabled", budget
 
 
 def _output_config(body: Mapping[str, Any]) -> tuple[str | None, Grammar | None]:
@@ -180,7 +176,9 @@ def _tool_choice(body: Mapping[str, Any], tools: list[Tool]) -> ToolChoice:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _chat(body: Mapping[str, Any], tools: list[Tool], thinking: bool, effort: str | None) -> ChatPrompt:
+def _chat(
+    body: Mapping[str, Any], tools: list[Tool], thinking: tuple[bool, int | None], effort: str | None
+) -> ChatPrompt:
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty", param="messages")
@@ -202,7 +200,8 @@ def _chat(body: Mapping[str, Any], tools: list[Tool], thinking: bool, effort: st
         tools=tools,
         effort=effort,
         effort_param="output_config.effort",
-        thinking=thinking,
+        thinking=thinking[0],
+        thinking_budget=thinking[1],
     )
 
 

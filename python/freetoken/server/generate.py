@@ -134,7 +134,7 @@ def _samplings(body: Mapping[str, Any], config: Config, count: int) -> list[Samp
 def _sampling(body: Mapping[str, Any], given: Mapping[str, Any], config: Config) -> SamplingParams:
     refuse_unserved(given, _UNSERVED_SAMPLING)
     fields = {name: name for name in SamplingParams.__struct_fields__ if not name.endswith("logprobs")}
-    del fields["grammar"]
+    del fields["grammar"], fields["thinking_budget"]
     fields |= {"sampling_seed": "seed", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
     for name in given:
         if name not in fields and name not in _UNSERVED_SAMPLING:

@@ -28,7 +28,8 @@ class ChatPrompt:
 
     A message's content is a string or a list of text parts; ``options`` are extra template variables; ``tools`` are shown
     to the model. ``effort`` (``none`` to ``xhigh``) and ``thinking`` ask for more or less reasoning, ``None`` for what the
-    template does on its own; ``effort_param`` is the former's field in the client's request.
+    template does on its own; ``effort_param`` is the former's field in the client's request. ``thinking_budget`` is the most
+    tokens that thoughts may have.
     """
 
     messages: list[dict[str, Any]]
@@ -39,6 +40,7 @@ class ChatPrompt:
     effort: str | None = None
     effort_param: str = "reasoning_effort"
     thinking: bool | None = None
+    thinking_budget: int | None = None
 
     @property
     def continued(self) -> str | None:

@@ -11,7 +11,7 @@ import msgspec
 from freetoken.errors import RequestError
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.models import registry
-from freetoken.sampling_params import SamplingParams
+from freetoken.sampling_params import SamplingParams, ThinkingBudget
 from freetoken.server import parsers
 from freetoken.server.detokenizer import Tokenizer
 from freetoken.server.generation import ChatPrompt, GenSpec, Prompt
@@ -77,7 +77,19 @@ class Prompts:
                     param=grammar.param,
                 )
             grammar = msgspec.structs.replace(grammar, after=self.dialects.thinking_end)
-        return msgspec.structs.replace(sampling, grammar=grammar) if grammar != sampling.grammar else sampling
+        budget = self._budget(prompt.chat, sampling) if thinking else None
+        if grammar == sampling.grammar and budget is None:
+            return sampling
+        return msgspec.structs.replace(sampling, grammar=grammar, thinking_budget=budget)
+
+    def _budget(self, chat: ChatPrompt, sampling: SamplingParams) -> ThinkingBudget | None:
+        """When the thoughts must end. A model without a token for their end, or whose output stops at it, has no budget."""
+        end = self.dialects.thinking_end
+        if chat.thinking_budget is None or end is None:
+            return None
+        if end >= self.config.sample_vocab or end in sampling.stop_token_ids:
+            return None
+        return ThinkingBudget(end=end, tokens=chat.thinking_budget)
 
     def _check_ability(self, chat: ChatPrompt) -> None:
         """:class:`RequestError` for what this model cannot do."""

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from freetoken.errors import RequestError
 from freetoken.grammar.compiler import parser_limits
-from freetoken.grammar.schema import WHITESPACE, check_schema, no_panic
+from freetoken.grammar.schema import WHITESPACE, check_schema, narrow_formats, no_panic
 from freetoken.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from freetoken.server.generation import ToolChoice
 from freetoken.server.parsers import hermes, qwen3_coder
@@ -77,7 +77,7 @@ def _quote(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}})
+    return json.dumps({**narrow_formats(schema), "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}})
 
 
 class _Rules:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation, quantise_reference
+from freetoken.kernels.pq2_gemv.activation import Quantised, quantise_reference
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
-Activation = QuantisedActivation | torch.Tensor
+Activation = Quantised | torch.Tensor
 """What a product of two-bit weights takes: eight-bit integers, or floats as they are."""
 
 

@@ -9,8 +9,10 @@ import triton.language as tl
 from freetoken.kernels import launch
 from freetoken.kernels.hadamard.config import RotateConfig, pick_config, tile_of
 from freetoken.kernels.hadamard.reference import Activation, Normed, require_shape
+from freetoken.kernels.pq2_gemv import tiles_for
 from freetoken.kernels.pq2_gemv.activation import SMALLEST as SMALLEST_ABSMAX
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.activation import empty_activation
+from freetoken.kernels.pq2_gemv.quantiser import buffers, put_beside, tile_word
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
@@ -46,10 +48,11 @@ def _rounded(x, inverse):
 
 @triton.jit
 def _emit(
-    z, token, first, width, values_ptr, scales_ptr, sums_ptr, TILE: tl.constexpr, GROUP: tl.constexpr
+    z, token, first, width, values_ptr, scales_ptr, sums_ptr, halves,
+    TILE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Store ``z [TILE]`` (float32) from column ``first`` of a row on: as it is with ``GROUP`` 0, else quantised as
-    :mod:`freetoken.kernels.pq2_gemv.activation` states, four values to a word of ``values_ptr``."""
+    :mod:`freetoken.kernels.pq2_gemv.activation` states, four values to a word of ``values_ptr``, in rows or ``TILED``."""
     if GROUP == 0:
         column = first + tl.arange(0, TILE)
         tl.store(values_ptr + token * width + column, z.to(values_ptr.dtype.element_ty), mask=column < width)
@@ -71,13 +74,15 @@ def _emit(
         word = (z0 & 255) | ((z1 & 255) << 8) | ((z2 & 255) << 16) | (z3 << 24)
         place = tl.arange(0, WORDS)
         target = tl.multiple_of(values_ptr + token * (width // 4) + first // 4 + place, 1)
+        if TILED:
+            target = tl.multiple_of(values_ptr + tile_word(token, first // 4 + place, halves), 1)
         tl.store(target, tl.reshape(word, (WORDS,)), mask=place < (width - first) // 4)
         total = tl.sum(tl.reshape(z0 + z1 + z2 + z3 - FOUR_SHIFTS, (GROUPS, GROUP // 4)), axis=1)
         group = tl.arange(0, GROUPS)
-        cell = token * (width // GROUP) + first // GROUP + group
         here = group < (width - first) // GROUP
-        tl.store(scales_ptr + cell, tl.where(present, largest * (1 / 127), 0.0), mask=here)
-        tl.store(sums_ptr + cell, total, mask=here)
+        scale = tl.where(present, largest * (1 / 127), 0.0)
+        groups = width // GROUP
+        put_beside(scales_ptr, sums_ptr, token, first // GROUP + group, scale, total, here, halves, groups, TILED)
 
 
 @triton.jit
@@ -97,7 +102,7 @@ def _source(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["halves"])
 def rotate_kernel(
     x_ptr,
     other_ptr,
@@ -109,6 +114,7 @@ def rotate_kernel(
     eps,
     x_stride,
     other_stride,
+    halves,
     width: tl.constexpr,
     KIND: tl.constexpr,
     HEAD: tl.constexpr,
@@ -118,6 +124,7 @@ def rotate_kernel(
     GROUP: tl.constexpr,
     HAS_SIGNS: tl.constexpr,
     INVERSE: tl.constexpr,
+    TILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid ``(ceil(width / TILE), T)``. Rows of ``x`` and ``other`` lie a stride apart; outputs are contiguous.
@@ -154,7 +161,7 @@ def rotate_kernel(
     z = _transform(x, TILE, STEPS, FACTOR)
     if HAS_SIGNS and INVERSE:
         z = z * signs
-    _emit(z, token, first, width, values_ptr, scales_ptr, sums_ptr, TILE, GROUP)
+    _emit(z, token, first, width, values_ptr, scales_ptr, sums_ptr, halves, TILE, GROUP, TILED)
 
 
 @triton.jit
@@ -176,7 +183,7 @@ def _weights(weight_ptr, signs_ptr, column, width, HAS_SIGNS: tl.constexpr):
     return weight, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["halves"])
 def norm_kernel(
     x_ptr,
     residual_ptr,
@@ -188,6 +195,7 @@ def norm_kernel(
     sum_ptr,
     plain_ptr,
     eps,
+    halves,
     width: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -197,6 +205,7 @@ def norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_SIGNS: tl.constexpr,
     PLAIN: tl.constexpr,
+    TILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid ``(ceil(width / (TILE * TILES)), T)``: a program rotates ``TILES`` tiles of one row and reads the whole row for its
@@ -229,23 +238,22 @@ def norm_kernel(
         if PLAIN:
             tl.store(plain_ptr + row + column, normal.to(plain_ptr.dtype.element_ty), mask=inside)
         z = _transform(normal * signs if HAS_SIGNS else normal, TILE, STEPS, FACTOR)
-        _emit(z, token, tile * TILE, width, values_ptr, scales_ptr, sums_ptr, TILE, GROUP)
+        _emit(z, token, tile * TILE, width, values_ptr, scales_ptr, sums_ptr, halves, TILE, GROUP, TILED)
 
 
-def _outputs(tokens: int, width: int, group: int, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Values, scales and sums; with group 0 the values alone, three times."""
+def _output(tokens: int, width: int, group: int, like: torch.Tensor, dtype: torch.dtype) -> Activation:
+    """An uninitialised activation, floats with group 0."""
     if group == 0:
-        return (torch.empty((tokens, width), dtype=dtype, device=like.device),) * 3
-    small = (tokens, width // group)
-    return (
-        torch.empty((tokens, width), dtype=torch.int8, device=like.device),
-        torch.empty(small, dtype=torch.float32, device=like.device),
-        torch.empty(small, dtype=torch.int32, device=like.device),
-    )
+        return torch.empty((tokens, width), dtype=dtype, device=like.device)
+    return empty_activation(tokens, width, group, like.device, tiles=tiles_for(tokens, like.device))
 
 
-def _activation(outputs: tuple[torch.Tensor, ...], group: int) -> Activation:
-    return QuantisedActivation(*outputs, group) if group else outputs[0]
+def _buffers(output: Activation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """As :func:`freetoken.kernels.pq2_gemv.quantiser.buffers`, values as words; floats three times."""
+    if isinstance(output, torch.Tensor):
+        return output, output, output, 0
+    values, scales, sums, halves = buffers(output)
+    return values.view(torch.int32), scales, sums, halves
 
 
 def _shape_settings(width: int, block: int, *parts: int) -> dict[str, int | float]:
@@ -274,36 +282,40 @@ def rotate(
     """
     tokens, width = x.shape
     require_shape(width, signs, block)
-    outputs = _outputs(tokens, width, group, x, out_dtype or x.dtype)
+    output = _output(tokens, width, group, x, out_dtype or x.dtype)
     if tokens > 0:
         head = 1 if weight is None else weight.shape[0]
         settings = _shape_settings(width, block, group, head)
         tile = int(settings["TILE"])
         config = config or pick_config(tokens, width, tile)
         early = launch.early(x)
+        values, scales, sums, halves = _buffers(output)
         rotate_kernel[(triton.cdiv(width, tile), tokens)](
             x,
             x if other is None else other,
             x if weight is None else weight,
             x if signs is None else signs,
-            outputs[0].view(torch.int32) if group else outputs[0],
-            *outputs[1:],
+            values,
+            scales,
+            sums,
             eps,
             x.stride(0),
             0 if other is None else other.stride(0),
+            halves,
             width=width,
             KIND=kind,
             HEAD=head,
             GROUP=group,
             HAS_SIGNS=signs is not None,
             INVERSE=inverse,
+            TILED=halves > 0,
             EARLY=early,
             launch_pdl=early,
             num_warps=config.num_warps,
             enable_fp_fusion=False,
             **settings,
         )
-    return _activation(outputs, group)
+    return output
 
 
 def embed(
@@ -328,12 +340,14 @@ def embed(
             0.0,
             1,
             0,
+            0,
             width=width,
             KIND="table",
             HEAD=table.group,
             GROUP=0,
             HAS_SIGNS=signs is not None,
             INVERSE=True,
+            TILED=False,
             EARLY=early,
             launch_pdl=early,
             num_warps=pick_config(tokens, width, tile).num_warps,
@@ -358,7 +372,7 @@ def norm(
     """As :func:`freetoken.kernels.hadamard.reference.norm`; ``x`` and ``residual`` contiguous."""
     tokens, width = x.shape
     require_shape(width, signs, block)
-    outputs = _outputs(tokens, width, group, x, x.dtype)
+    output = _output(tokens, width, group, x, x.dtype)
     total = x if residual is None else torch.empty_like(x)
     normal = torch.empty_like(x) if plain else None
     if tokens > 0:
@@ -368,26 +382,30 @@ def norm(
         config = config or pick_config(tokens, width, tile)
         per_program = min(config.tiles or tiles, tiles)
         early = launch.early(x)
+        values, scales, sums, halves = _buffers(output)
         norm_kernel[(triton.cdiv(tiles, per_program), tokens)](
             x,
             x if residual is None else residual,
             weight,
             x if signs is None else signs,
-            outputs[0].view(torch.int32) if group else outputs[0],
-            *outputs[1:],
+            values,
+            scales,
+            sums,
             total,
             x if normal is None else normal,
             eps,
+            halves,
             width=width,
             TILES=per_program,
             GROUP=group,
             HAS_RESIDUAL=residual is not None,
             HAS_SIGNS=signs is not None,
             PLAIN=plain,
+            TILED=halves > 0,
             EARLY=early,
             launch_pdl=early,
             num_warps=config.num_warps,
             enable_fp_fusion=False,
             **settings,
         )
-    return Normed(_activation(outputs, group), total, normal)
+    return Normed(output, total, normal)

@@ -22,7 +22,7 @@ from freetoken.kernels.pq2_gemm.config import (
     slice_candidates,
 )
 from freetoken.kernels.pq2_gemv import reference
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.activation import Quantised
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 __all__ = [
@@ -87,7 +87,7 @@ class PQ2Gemm:
 
     def linear(
         self,
-        activation: QuantisedActivation | torch.Tensor,
+        activation: Quantised | torch.Tensor,
         weight: PQ2Weight,
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
@@ -103,8 +103,8 @@ class PQ2Gemm:
             return y if out is None else out.copy_(y)
         if out is None:
             out = torch.empty((tokens, weight.out_features), dtype=out_dtype, device=weight.codes.device)
-        if isinstance(activation, QuantisedActivation):
-            self._triton.int8_linear(activation, weight, out)
+        if not isinstance(activation, torch.Tensor):
+            self._triton.int8_linear(activation.rows(), weight, out)
         elif self.form_of(tokens, weight.codes.device) == "dense" and out.dtype == activation.dtype:
             self._triton.dense_linear(activation, weight, out)
         else:
@@ -116,9 +116,7 @@ class PQ2Gemm:
         return out
 
     @staticmethod
-    def _reference(
-        activation: QuantisedActivation | torch.Tensor, weight: PQ2Weight, out_dtype: torch.dtype
-    ) -> torch.Tensor:
-        if isinstance(activation, QuantisedActivation):
+    def _reference(activation: Quantised | torch.Tensor, weight: PQ2Weight, out_dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(activation, torch.Tensor):
             return reference.linear(activation, weight, out_dtype)
         return reference.float_linear(activation, weight, out_dtype)

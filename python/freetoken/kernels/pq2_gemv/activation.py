@@ -73,6 +73,86 @@ class QuantisedActivation:
         q = self.natural().float().view(self.tokens, self.width // self.group, self.group)
         return (q * self.scales[:, :, None]).view(self.tokens, self.width)
 
+    def rows(self) -> QuantisedActivation:
+        """Itself."""
+        return self
+
+    def tiled(self) -> TiledActivation:
+        """The same in tiles."""
+        halves = -(-self.tokens // 8)
+        blocks, groups = self.width // 128, self.width // self.group
+        words = torch.zeros((halves * 8, self.width // 4), dtype=torch.int32, device=self.values.device)
+        words[: self.tokens] = self.values.view(torch.int32)
+        words = words.view(halves, 8, blocks, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).contiguous()
+        beside = torch.zeros((groups, halves * 8, 2), dtype=torch.int32, device=self.values.device)
+        beside[:, : self.tokens, 0] = self.scales.view(torch.int32).t()
+        beside[:, : self.tokens, 1] = self.sums.t()
+        return TiledActivation(words.view(blocks, halves, 2, 32, 4), beside, self.tokens, self.group)
+
+
+@dataclass(frozen=True)
+class TiledActivation:
+    """The same of 1 to 32 tokens in the order that tensor cores take: a warp reads a block of 128 of eight tokens without gaps.
+
+    ``words`` is int32 ``[K/128, H, 2, 32, 4]`` for ``H`` times eight tokens: ``words[b, h, p, 4 * g + t]`` holds words
+    ``8 * t + 4 * p`` to ``8 * t + 4 * p + 3`` of block b of row ``8 * h + g`` of the values. ``beside`` is int32
+    ``[K/group, 8 * H, 2]``: the bits of a scale, and the sum. What belongs to tokens from ``tokens`` on is undefined.
+    ``ValueError`` for parts that do not fit each other.
+    """
+
+    words: torch.Tensor
+    beside: torch.Tensor
+    tokens: int
+    group: int
+
+    def __post_init__(self) -> None:
+        blocks, halves = self.words.shape[:2]
+        expected = (blocks * (128 // self.group), halves * 8, 2)
+        if self.words.shape != (blocks, halves, 2, 32, 4) or self.beside.shape != expected:
+            raise ValueError(f"tiles of shapes {tuple(self.words.shape)} and {tuple(self.beside.shape)}")
+        if not 0 < self.tokens <= 8 * halves:
+            raise ValueError(f"{self.tokens} tokens in {halves} times eight")
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.words.shape[0] * 128
+
+    def tiled(self) -> TiledActivation:
+        """Itself."""
+        return self
+
+    def rows(self) -> QuantisedActivation:
+        """The same in rows."""
+        blocks, halves = self.words.shape[:2]
+        words = self.words.view(blocks, halves, 2, 8, 4, 4).permute(1, 3, 0, 4, 2, 5)
+        words = words.reshape(halves * 8, self.width // 4)[: self.tokens].contiguous()
+        scales, sums = (self.beside[:, : self.tokens, i].t().contiguous() for i in range(2))
+        return QuantisedActivation(words.view(torch.int8), scales.view(torch.float32), sums, self.group)
+
+    def dequantise(self) -> torch.Tensor:
+        """float32 ``[M, K]``: ``q * scale`` in the order of the elements."""
+        return self.rows().dequantise()
+
+
+Quantised = QuantisedActivation | TiledActivation
+
+
+def empty_activation(tokens: int, width: int, group: int, device: torch.device, *, tiles: bool) -> Quantised:
+    """An uninitialised activation, in rows or in tiles."""
+    if tiles:
+        halves = -(-tokens // 8)
+        words = torch.empty((width // 128, halves, 2, 32, 4), dtype=torch.int32, device=device)
+        beside = torch.empty((width // group, halves * 8, 2), dtype=torch.int32, device=device)
+        return TiledActivation(words, beside, tokens, group)
+    small = (tokens, width // group)
+    return QuantisedActivation(
+        torch.empty((tokens, width), dtype=torch.int8, device=device),
+        torch.empty(small, dtype=torch.float32, device=device),
+        torch.empty(small, dtype=torch.int32, device=device),
+        group,
+    )
+
 
 def transpose_runs(values: torch.Tensor) -> torch.Tensor:
     """Transposes every 16 neighbours of ``[M, K]`` as 4 by 4; its own inverse."""

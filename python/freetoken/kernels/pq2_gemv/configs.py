@@ -170,7 +170,7 @@ def _single_candidates(n: int, k: int) -> Iterable[PQ2Config]:
 
 
 def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
-    for row_warps, k_warps, tiles in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2)):
+    for row_warps, k_warps, tiles in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
         warps, rows = row_warps * k_warps, TILE * tiles * row_warps
         steps = PQ2Config("fragments", rows, 1, warps, row_warps=row_warps).steps(k)
         wasted = steps * k_warps * BLOCK > 1.25 * k
@@ -178,7 +178,8 @@ def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
             continue
         for ahead in _depths(steps):
             # Words of codes on their way, those unpacked and sums of a thread.
-            if 5 * tiles * ahead + 16 * tiles + 4 * tiles * -(-m // 8) <= 110:
+            halves = -(-m // 8)
+            if 5 * tiles * ahead + 16 * min(tiles, halves) + 4 * tiles * halves <= 110:
                 yield PQ2Config("fragments", rows, ahead, warps, row_warps=row_warps)
 
 

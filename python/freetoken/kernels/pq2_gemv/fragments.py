@@ -2,8 +2,8 @@
 
 An integer product of 16 rows, 8 tokens and 32 values (``m16n8k32``) wants, in lane ``4g + t`` of a warp, the bytes of rows
 ``g`` and ``g + 8`` and of token ``g`` in four-byte words. A word of codes, shifted and masked to one of its four planes, is such
-a word, and so is a word of a quantised activation: nothing passes through shared memory, and a code is unpacked once for all
-tokens. Tensors here are ``[WARPS, 32]``, one value a thread. Warps share out rows and parts of K; the parts are added at the end.
+a word, and so is a word of a quantised activation, which comes in tiles for this: nothing passes through shared memory, and a
+code is unpacked once for all tokens. Tensors here are ``[WARPS, 32]``, one value a thread. Warps share out rows and parts of K; the parts are added at the end.
 
 Integers are summed on top of the bits of 1.5 * 2^23, whose lowest bit counts one: what the tensor cores hand back is a float32
 as it stands, and no conversion, which a GPU does at an eighth of the rate of a sum, is needed.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freetoken.kernels.pq2_gemv.single import four_words, one_half, one_word
+from freetoken.kernels.pq2_gemv.single import four_words, one_half
 
 SHIFT = tl.constexpr(12582912.0)
 """1.5 * 2^23, which has the bits 0x4B400000; sums of one group stay below 2^16."""
@@ -211,29 +211,24 @@ def _ask_tokens(
     K_WARPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Values of one block of eight tokens, and for each of its groups scales and sums of the even and odd token of a lane."""
+    """Values of one block of eight tokens, and for each of its groups scales and sums of the even and odd token of a lane: three loads
+    without gaps, where those of rows would touch eight lines each, and lines are what the cache near the programs serves few of."""
     X_PARTS: tl.constexpr = 128 // GROUP_X
+    words, beside = activation
     block = _block(step, part, K // 128, K_WARPS)
-    # Only the last eight may not all be there; the distances between the others are constants.
-    values, even_at, odd_at, even_sum, odd_sum = activation[1] if half + 1 == HALVES else activation[0]
-    ahead = 0 if half + 1 == HALVES else half * 8
-    values = values + block * 32 + ahead * (K // 4)
+    values = words + block * (HALVES * 256) + half * 256
     x0, x1, x2, x3 = four_words(values, False, ON_GPU)
-    y0, y1, y2, y3 = four_words(values + 4, False, ON_GPU)
-    first = block * X_PARTS
-    beside = ()
+    y0, y1, y2, y3 = four_words(values + 128, False, ON_GPU)
+    beside = beside + block * (X_PARTS * HALVES * 16) + half * 16
+    found = ()
     for i in tl.static_range(X_PARTS):
-        skip = ahead * (K // GROUP_X) + i
-        even = one_word(even_at + first + skip, ON_GPU).to(tl.float32, bitcast=True)
-        odd = one_word(odd_at + first + skip, ON_GPU).to(tl.float32, bitcast=True)
+        even, s0, odd, s1 = four_words(beside + i * (HALVES * 16), False, ON_GPU)
+        even, odd = even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
         if (K // 128) % K_WARPS != 0:
             there = step * K_WARPS + part < K // 128
             even, odd = tl.where(there, even, 0.0), tl.where(there, odd, 0.0)
-        s0, s1 = even, odd
-        if GROUP_X <= GROUP_W:
-            s0, s1 = one_word(even_sum + first + skip, ON_GPU), one_word(odd_sum + first + skip, ON_GPU)
-        beside += ((even, odd, s0, s1),)
-    return (x0, x1, x2, x3, y0, y1, y2, y3), beside
+        found += ((even, odd, s0, s1),)
+    return (x0, x1, x2, x3, y0, y1, y2, y3), found
 
 
 @triton.jit
@@ -285,21 +280,29 @@ def _add_block(
     K_WARPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` of the next block's first eight.
+    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` that come after, two times eight.
 
-    Values are asked for while those before them are multiplied.
+    Values are asked for two ahead: the assembler puts loads as late as it can, and the cache near the programs may be small.
     """
     rows = ()
     for tile in tl.static_range(TILES):
         rows += (_unpacked(asked[tile]),)
     added = ()
     for half in tl.static_range(HALVES):
-        if half + 1 < HALVES:
-            following = _ask_tokens(activation, half + 1, step, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
-        else:
-            following = _ask_tokens(activation, 0, step + 1, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
-        added += (_add_half(totals[half], rows, asked, tokens, lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
-        tokens = following
+        new = _ask_tokens(
+            activation,
+            (half + 2) % HALVES,
+            step + (half + 2) // HALVES,
+            part,
+            K,
+            GROUP_W,
+            GROUP_X,
+            HALVES,
+            K_WARPS,
+            ON_GPU,
+        )
+        added += (_add_half(totals[half], rows, asked, tokens[0], lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
+        tokens = (tokens[1], new)
     return added, tokens
 
 
@@ -332,14 +335,6 @@ def _row_pointers(
 
 
 @triton.jit
-def _token_pointers(values_ptr, x_scales_ptr, sums_ptr, token, pair, lane, m, K: tl.constexpr, GROUP_X: tl.constexpr):
-    """The words of ``token``, and the scales and sums of the tokens ``pair`` and ``pair + 1``; of the last one where there are fewer."""
-    values = values_ptr + tl.minimum(token, m - 1) * (K // 4) + lane % 4 * 8
-    even, odd = tl.minimum(pair, m - 1) * (K // GROUP_X), tl.minimum(pair + 1, m - 1) * (K // GROUP_X)
-    return values, x_scales_ptr + even, x_scales_ptr + odd, sums_ptr + even, sums_ptr + odd
-
-
-@triton.jit
 def _moved_up(asked, new, AHEAD: tl.constexpr):
     """``asked`` without its first, ``new`` at its end."""
     following = ()
@@ -368,9 +363,8 @@ def _store(total, out_ptr, first_row, first_token, m, n, TILES: tl.constexpr, RO
 
 @triton.jit(do_not_specialize=["m", "n"])
 def fragment_kernel(
-    values_ptr,
-    x_scales_ptr,
-    sums_ptr,
+    words_ptr,
+    beside_ptr,
     codes_ptr,
     scales_ptr,
     out_ptr,
@@ -386,6 +380,7 @@ def fragment_kernel(
     AHEAD: tl.constexpr,
     WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """``out [m, n]`` of up to ``8 * HALVES`` tokens. A warp has ``16 * TILES`` rows, ``ROW_WARPS`` of them side by side, and of K
@@ -404,11 +399,7 @@ def fragment_kernel(
         first_row = tl.minimum(first_row, n - 16 * TILES * ROW_WARPS)
     mine = first_row + warp % ROW_WARPS * (16 * TILES)
     rows = _row_pointers(codes_ptr, scales_ptr, mine, lane, n, K, GROUP_W, TILES, WHOLE)
-    g, pair, last = lane // 4, lane % 4 * 2, 8 * (HALVES - 1)
-    activation = (
-        _token_pointers(values_ptr, x_scales_ptr, sums_ptr, g, pair, lane, m, K, GROUP_X),
-        _token_pointers(values_ptr, x_scales_ptr, sums_ptr, last + g, last + pair, lane, m, K, GROUP_X),
-    )
+    activation = (words_ptr + lane * 4, beside_ptr + lane % 4 * 4)
     nothing = tl.zeros((ROW_WARPS * K_WARPS, 32), tl.float32)
     totals = ()
     for _half in tl.static_range(HALVES):
@@ -416,14 +407,19 @@ def fragment_kernel(
         for _tile in tl.static_range(TILES):
             tiles += ((nothing, nothing, nothing, nothing),)
         totals += (tiles,)
-    if EARLY:
+    if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
         asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    tokens = _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU)
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+    tokens = (
+        _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+        _ask_tokens(activation, 1 % HALVES, 1 // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+    )
     # One step a round: more of them would be interleaved, which costs registers.
     for step in tl.range(0, STEPS - AHEAD):
         totals, tokens = _add_block(

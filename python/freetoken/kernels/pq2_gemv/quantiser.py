@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.pq2_gemv.activation import SMALLEST, QuantisedActivation
+from freetoken.kernels.pq2_gemv.activation import SMALLEST, Quantised, TiledActivation, empty_activation
 
 STRETCH = 1024
 
@@ -32,19 +32,41 @@ def quantise_groups(x, SMALLEST: tl.constexpr):
 
 
 @triton.jit
+def tile_word(token, word, halves):
+    """Where tiles hold 32-bit word ``word`` of the values of a token's row."""
+    block, word = word // 32, word % 32
+    place = ((block * halves + token // 8) * 2 + word % 8 // 4) * 32 + token % 8 * 4 + word // 8
+    return place * 4 + word % 4
+
+
+@triton.jit
+def put_beside(scales_ptr, sums_ptr, token, group, scale, total, here, halves, groups, TILED: tl.constexpr):
+    """Store scales and sums of a token's ``group``, of ``groups`` in a row."""
+    if TILED:
+        cell = (group * (8 * halves) + token) * 2
+        tl.store(scales_ptr + cell, scale.to(tl.int32, bitcast=True), mask=here)
+        tl.store(scales_ptr + cell + 1, total, mask=here)
+    else:
+        tl.store(scales_ptr + token * groups + group, scale, mask=here)
+        tl.store(sums_ptr + token * groups + group, total, mask=here)
+
+
+@triton.jit(do_not_specialize=["halves"])
 def quantise_kernel(
     x_ptr,
     values_ptr,
     scales_ptr,
     sums_ptr,
     x_stride,
+    halves,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     STRETCH: tl.constexpr,
     SMALLEST: tl.constexpr,
+    TILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``x [M, K]`` of row stride ``x_stride`` to values, scales and sums. Grid ``(M, ceil(K / STRETCH))``."""
+    """``x [M, K]`` of row stride ``x_stride`` to values, scales and sums, or in tiles of ``halves`` times eight tokens. Grid ``(M, ceil(K / STRETCH))``."""
     GROUPS: tl.constexpr = STRETCH // GROUP
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -58,33 +80,44 @@ def quantise_kernel(
     offset = group[:, None] * GROUP + source[None, :]
     x = tl.load(x_ptr + token * x_stride + offset, mask=inside[:, None], other=0.0).to(tl.float32)
     q, scale, total = quantise_groups(x, SMALLEST)
-    tl.store(values_ptr + token * K + group[:, None] * GROUP + place[None, :], q.to(tl.int8), mask=inside[:, None])
-    tl.store(scales_ptr + token * (K // GROUP) + group, scale, mask=inside)
-    tl.store(sums_ptr + token * (K // GROUP) + group, total, mask=inside)
+    target = group[:, None] * GROUP + place[None, :]
+    target = tile_word(token, target // 4, halves) * 4 + target % 4 if TILED else token * K + target
+    tl.store(values_ptr + target, q.to(tl.int8), mask=inside[:, None])
+    put_beside(scales_ptr, sums_ptr, token, group, scale, total, inside, halves, K // GROUP, TILED)
 
 
-def quantise(x: torch.Tensor, group: int) -> QuantisedActivation:
-    """As :func:`freetoken.kernels.pq2_gemv.activation.quantise_reference`; neighbours in K must be neighbours in memory."""
+def buffers(activation: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """What a kernel writes an activation to: values (or the words of tiles), scales and sums (or what is beside tiles, twice), and
+    how many times eight tokens tiles are for, 0 for rows."""
+    if isinstance(activation, TiledActivation):
+        return activation.words, activation.beside, activation.beside, activation.words.shape[1]
+    return activation.values, activation.scales, activation.sums, 0
+
+
+def quantise(x: torch.Tensor, group: int, *, tiles: bool = False) -> Quantised:
+    """As :func:`freetoken.kernels.pq2_gemv.activation.quantise_reference`; neighbours in K must be neighbours in memory. In tiles
+    where asked for."""
     tokens, width = x.shape
     if x.stride(1) != 1:
         raise ValueError("an activation to quantise has its columns next to each other")
-    values = torch.empty((tokens, width), dtype=torch.int8, device=x.device)
-    scales = torch.empty((tokens, width // group), dtype=torch.float32, device=x.device)
-    sums = torch.empty((tokens, width // group), dtype=torch.int32, device=x.device)
+    done = empty_activation(tokens, width, group, x.device, tiles=tiles)
     if tokens > 0:
+        values, scales, sums, halves = buffers(done)
         early = launch.early(x)
         quantise_kernel[(tokens, triton.cdiv(width, STRETCH))](
             x,
-            values,
+            values.view(torch.int8),
             scales,
             sums,
             x.stride(0),
+            halves,
             K=width,
             GROUP=group,
             STRETCH=STRETCH,
             SMALLEST=SMALLEST,
+            TILED=halves > 0,
             EARLY=early,
             launch_pdl=early,
             num_warps=4,
         )
-    return QuantisedActivation(values, scales, sums, group)
+    return done

@@ -6,15 +6,16 @@ import math
 
 import torch
 
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.activation import Quantised
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight, unpack
 
 
-def linear(activation: QuantisedActivation, weight: PQ2Weight, out_dtype: torch.dtype) -> torch.Tensor:
+def linear(activation: Quantised, weight: PQ2Weight, out_dtype: torch.dtype) -> torch.Tensor:
     """``[M, N]``: ``sum over groups of d_w * d_x * (sum(code * q) - sum(q))``, rounded to ``out_dtype`` at the end.
 
     A group is the smaller one of the two sides. The integers are exact, as float32 holds them; the rest is float32.
     """
+    activation = activation.rows()
     group = math.gcd(activation.group, weight.group)
     q = activation.natural()
     total = torch.zeros(activation.tokens, weight.out_features, dtype=torch.float32, device=q.device)

@@ -173,6 +173,7 @@ def single_kernel(
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """``out [n]`` of one token; ``ROWS`` rows a program, ``LANES`` pieces of K a step, ``AHEAD`` steps on their way.
@@ -189,13 +190,15 @@ def single_kernel(
     codes = codes_ptr + safe * (K // 16)
     scales = scales_ptr + safe * (K // GROUP_W)
     total = tl.zeros((ROWS, LANES), tl.float32)
-    if EARLY:
+    if EARLY and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
         asked += (ask_pieces(codes, scales, step, lane, LANES, PIECES, GROUP_W, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     for first in tl.range(0, LAST, AHEAD):
         following = ()
         for i in tl.static_range(AHEAD):

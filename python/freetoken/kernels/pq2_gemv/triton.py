@@ -8,18 +8,21 @@ import torch
 import triton
 
 from freetoken.kernels import launch
-from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.activation import Quantised
 from freetoken.kernels.pq2_gemv.configs import MAX_TOKENS, PQ2Config, pick_config
 from freetoken.kernels.pq2_gemv.fragments import fragment_kernel
 from freetoken.kernels.pq2_gemv.single import single_kernel
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
-POINTERS = (torch.int32, torch.int32, torch.int32, torch.int32, torch.float16)
-"""What the kernels see of an activation's values, scales and sums and of a weight's codes and scales."""
+POINTERS = {
+    "single": (torch.int32, torch.int32, torch.int32, torch.int32, torch.float16),
+    "fragments": (torch.int32, torch.int32, torch.int32, torch.float16),
+}
+"""What the kernels see of an activation (values, scales and sums; tiles and what is beside them) and of a weight's codes and scales."""
 
 
 def _settings(
-    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool
+    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool, late: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options."""
     own: dict[str, Any]
@@ -34,6 +37,7 @@ def _settings(
         "GROUP_X": group_x,
         "AHEAD": config.ahead,
         "EARLY": early,
+        "LATE": late,
         "launch_pdl": early,
         "num_warps": config.num_warps,
         "num_stages": 1,
@@ -54,20 +58,21 @@ def compile_only(
     """Compile what :func:`linear` would launch on the current CUDA device, into the compiler's cache; the compiled kernel."""
     settings = _settings(config, n, k, group_w, group_x, m, early)
     sizes = _sizes(config, m, n)
-    return _kernel(config).warmup(*POINTERS, out_dtype, *sizes, ON_GPU=True, grid=(1,), **settings)
+    return _kernel(config).warmup(*POINTERS[config.kind], out_dtype, *sizes, ON_GPU=True, grid=(1,), **settings)
 
 
 def linear(
-    activation: QuantisedActivation,
+    activation: Quantised,
     weight: PQ2Weight,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
     *,
     config: PQ2Config | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 32 tokens.
 
-    ``out`` must be contiguous. ``ValueError`` for settings that cannot run these sizes.
+    ``out`` must be contiguous. With ``late`` the kernel launched next starts once nothing runs but this one. ``ValueError`` for settings that cannot run these sizes.
     """
     m, (n, k) = activation.tokens, (weight.out_features, weight.in_features)
     if out is None:
@@ -79,15 +84,21 @@ def linear(
     if not 1 <= m <= MAX_TOKENS or (config.kind == "single" and m > 1) or not config.legal(k):
         raise ValueError(f"{config} cannot run {m} tokens of {n} by {k}")
     early = launch.early(weight.codes)
-    _kernel(config)[(triton.cdiv(n, config.rows),)](
-        activation.values.view(torch.int32),
-        activation.scales.view(torch.int32),
-        activation.sums,
+    if config.kind == "single":
+        rows = activation.rows()
+        source = (rows.values.view(torch.int32), rows.scales.view(torch.int32), rows.sums)
+    else:
+        tiles = activation.tiled()
+        source = (tiles.words, tiles.beside)
+    launched = _kernel(config)[(triton.cdiv(n, config.rows),)](
+        *source,
         weight.codes.view(torch.int32),
         weight.scales,
         out,
         *_sizes(config, m, n),
         ON_GPU=weight.codes.is_cuda,
-        **_settings(config, n, k, weight.group, activation.group, m, early),
+        **_settings(config, n, k, weight.group, activation.group, m, early, late),
     )
+    if config.kind == "fragments":
+        launch.prefer_cache(launched)
     return out

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from freetoken.kernels import checking
+from freetoken import environ
+from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import reference
-from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, pick_config
+from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, max_tokens, pick_config
 from freetoken.kernels.small_gemm.host import HostProduct
 
-__all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "pick_config"]
+__all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "max_tokens", "pick_config"]
 
 
 class SmallGemm:
     """The op with its implementation bound once, shared by all linear layers of a model.
 
-    Up to :data:`MAX_TOKENS` rows run the fused kernels (in float32 only one row does: the other kernel is for tensor
+    Up to :func:`max_tokens` rows run the fused kernels (in float32 only one row does: the other kernel is for tensor
     cores); above that, torch's matmul and ``silu_mul``. On the CPU few rows go through :class:`HostProduct`. Inputs must be
     contiguous.
     """
@@ -27,6 +28,7 @@ class SmallGemm:
         self._silu_mul = silu_mul
         self._fused = choice.impl not in ("reference", "host")
         self._checked = choice.impl == "check"
+        self._hiding = bool(environ.get("FREETOKEN_HIDE_SMALL_GEMM"))
         self._host = HostProduct() if choice.impl == "host" else None
         if self._fused:
             from freetoken.kernels.small_gemm import triton
@@ -42,8 +44,12 @@ class SmallGemm:
         elif self._host is not None:
             self._host.register(weight)
 
-    def _fits(self, x: torch.Tensor) -> bool:
-        return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else MAX_TOKENS)
+    def _fits(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else max_tokens(weight.shape[0]))
+
+    def hides(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether :meth:`linear_under` can take these and is not switched off."""
+        return self._hiding and x.shape[0] > 0 and self._fits(x, weight) and launch.early(x)
 
     def linear(
         self,
@@ -53,16 +59,26 @@ class SmallGemm:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``[M, N]``, as :func:`reference.linear`."""
-        if not self._fits(x):
+        if not self._fits(x, weight):
             return self._plain(x, weight, bias, out_dtype)
         y = self._triton.linear(x, weight, bias, out_dtype, scratch=self._scratch)
         if self._checked:
             self._compare(y, reference.linear(x, weight, bias), x.dtype)
         return y
 
+    def linear_under(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """:meth:`linear` at the same time as the kernel launched right before, where :meth:`hides` says so.
+
+        That kernel must be ``LATE`` (:mod:`freetoken.kernels.launch`), be no product of this op, and come after what makes ``x``.
+        """
+        y = self._triton.linear(x, weight, bias, scratch=self._scratch, under=True)
+        if self._checked:
+            self._compare(y, reference.linear(x, weight, bias), x.dtype)
+        return y
+
     def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, F]``, as :func:`reference.linear_silu_mul`."""
-        if not self._fits(x):
+        if not self._fits(x, weight):
             return self._silu_mul(self._plain(x, weight, bias))
         y = self._triton.linear_silu_mul(x, weight, bias, scratch=self._scratch)
         if self._checked:

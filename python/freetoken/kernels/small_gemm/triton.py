@@ -1,4 +1,9 @@
-"""Dense products of 1 to 16 rows: a matrix-vector kernel for one row, a tensor-core kernel for more."""
+"""Dense products of few rows: a matrix-vector kernel for one row, tensor-core kernels for up to 32.
+
+A product may run *under* the kernel launched right before it, where that is compiled ``LATE`` (:mod:`freetoken.kernels.launch`): it
+reads x at once, and waits only ahead of its first write of the output. Parts of split products and their counters are written before
+that, so that kernel must not be one of these.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, m_class, pick_config
-
-PADDED_TOKENS = 16
+from freetoken.kernels.small_gemm.configs import GemmConfig, m_class, max_tokens, pick_config
+from freetoken.kernels.small_gemm.narrow import narrow_kernel
 
 
 class Scratch:
@@ -22,11 +26,11 @@ class Scratch:
         self.parts: torch.Tensor | None = None
         self.arrivals: torch.Tensor | None = None
 
-    def reserve(self, n: int, split_k: int, halves: int, block_n: int, device: torch.device | str) -> None:
-        """Make room for ``split_k`` parts of ``[16, halves * n]``; a no-op for unsplit products."""
-        if split_k == 1:
+    def reserve(self, n: int, config: GemmConfig, rows: int, halves: int, device: torch.device | str) -> None:
+        """Make room for the parts ``[rows, halves * n]`` of one launch; a no-op for unsplit products."""
+        if config.split_k == 1:
             return
-        parts, blocks = split_k * PADDED_TOKENS * halves * n, triton.cdiv(n, block_n)
+        parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n) * triton.cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
         if self.arrivals is None or self.arrivals.numel() < blocks:
@@ -59,11 +63,12 @@ def _weights(tile, start, row, offset, end, N: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
-def _activations(x_ptr, start, offset, end, EVEN: tl.constexpr):
+def _activations(x_ptr, start, offset, end, EVEN: tl.constexpr, CACHE: tl.constexpr):
     """``x`` from column ``start`` on as float32 ``[1, BLOCK_K]``; zero from ``end`` on."""
     if EVEN:
-        return tl.load(x_ptr + start + offset).to(tl.float32)[None, :]
-    return tl.load(x_ptr + start + offset, mask=offset < end - start, other=0.0).to(tl.float32)[None, :]
+        return tl.load(x_ptr + start + offset, cache_modifier=CACHE).to(tl.float32)[None, :]
+    x = tl.load(x_ptr + start + offset, mask=offset < end - start, other=0.0, cache_modifier=CACHE)
+    return x.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -83,6 +88,7 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
+    UNDER: tl.constexpr,
 ):
     """One row: ``out [N] = x [K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
 
@@ -90,6 +96,7 @@ def gemv_kernel(
     the end.
     """
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
+    CACHE: tl.constexpr = ".cg" if UNDER else ""
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (BLOCK_K * SPLIT_K) == 0
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -104,14 +111,14 @@ def gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     gate = _weights(tile, begin, row, offset, end, N, EVEN)
     up = _weights(tile + N * K, begin, row, offset, end, N, EVEN) if SILU else gate
-    if EARLY:
+    if EARLY and not UNDER:
         tl.extra.cuda.gdc_wait()
-    x = _activations(x_ptr, begin, offset, end, EVEN)
+    x = _activations(x_ptr, begin, offset, end, EVEN, CACHE)
     gate_sum += gate.to(tl.float32) * x
     if SILU:
         up_sum += up.to(tl.float32) * x
     for start in tl.range(begin + BLOCK_K, begin + STEPS * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
-        x = _activations(x_ptr, start, offset, end, EVEN)
+        x = _activations(x_ptr, start, offset, end, EVEN, CACHE)
         gate_sum += _weights(tile, start, row, offset, end, N, EVEN).to(tl.float32) * x
         if SILU:
             up_sum += _weights(tile + N * K, start, row, offset, end, N, EVEN).to(tl.float32) * x
@@ -141,6 +148,8 @@ def gemv_kernel(
         value = _finish(total, bias_ptr, row, inside, HAS_BIAS, STORAGE)
         if SILU:
             value = _activate(value, _finish(other, bias_ptr + N, row, inside, HAS_BIAS, STORAGE), STORAGE)
+        if EARLY and UNDER:
+            tl.extra.cuda.gdc_wait()
         tl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -153,6 +162,7 @@ def gemm_kernel(
     parts_ptr,
     arrivals_ptr,
     m,
+    M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,13 +171,14 @@ def gemm_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
+    UNDER: tl.constexpr,
 ):
-    """``m`` (up to 16) rows: ``out [m, N] = x [m, K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
+    """``m`` (up to ``M``, 16 or 32) rows: ``out [m, N] = x [m, K] @ weight [N, K]^T``; with ``SILU`` the weight is ``[2N, K]``.
 
     Grid ``(ceil(N / BLOCK_N), SPLIT_K)``; rows of x above ``m`` count as zero.
     """
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
-    M: tl.constexpr = 16
+    CACHE: tl.constexpr = ".cg" if UNDER else ""
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (BLOCK_K * SPLIT_K) == 0
     token = tl.arange(0, M)
@@ -181,13 +192,14 @@ def gemm_kernel(
     other = tl.zeros((BLOCK_N, M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    if EARLY and not UNDER:
         tl.extra.cuda.gdc_wait()
-    # Weights are the left operand: their 64 or more rows fill a warp group's product, and 16 tokens are its columns.
+    # Weights are the left operand: 64 or more rows of them fill a warp group's product, and the tokens are its columns.
     for start in tl.range(begin, begin + STEPS * BLOCK_K, BLOCK_K):
         inside = token[:, None] < m
         if not EVEN:
             inside = inside & (offset[None, :] < end - start)
-        x = tl.trans(tl.load(x_tile + start, mask=inside, other=0.0))
+        x = tl.trans(tl.load(x_tile + start, mask=inside, other=0.0, cache_modifier=CACHE))
         gate = _weights(tile, start, row, offset, end, N, EVEN)
         total = tl.dot(gate, x, total, input_precision="ieee")
         if SILU:
@@ -219,6 +231,8 @@ def gemm_kernel(
         if SILU:
             second = _finish(other, bias_ptr + N, row[:, None], row[:, None] < N, HAS_BIAS, STORAGE)
             value = _activate(value, second, STORAGE)
+        if EARLY and UNDER:
+            tl.extra.cuda.gdc_wait()
         out = out_ptr + token[None, :].to(tl.int64) * N + row[:, None]
         tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -231,10 +245,14 @@ def _launch(
     silu: bool,
     config: GemmConfig,
     scratch: Scratch | None,
+    under: bool,
 ) -> None:
     m, k = x.shape
     n = out.shape[1]
     parts, arrivals = out, out
+    halves = (torch.float16, torch.bfloat16)
+    if m > 1 and config.kind == "fragments" and (silu or k % 32 or x.dtype not in halves):
+        raise ValueError(f"{config} cannot run {x.dtype} of width {k}{' with the activation' if silu else ''}")
     if config.split_k > 1:
         if scratch is None or scratch.parts is None or scratch.arrivals is None:
             raise ValueError("a split product needs reserved scratch memory")
@@ -242,21 +260,26 @@ def _launch(
     settings = {
         "N": n,
         "K": k,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
         "HAS_BIAS": bias is not None,
-        "SILU": silu,
         "EARLY": launch.early(x),
+        "UNDER": under,
         "launch_pdl": launch.early(x),
         "num_warps": config.num_warps,
     }
+    tiles = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SILU": silu}
     grid = (triton.cdiv(n, config.block_n), config.split_k)
-    tensors = (x, weight, weight if bias is None else bias, out, parts, arrivals)
+    beside = (weight if bias is None else bias, out, parts, arrivals)
     if m == 1:
-        gemv_kernel[grid](*tensors, UNROLL=config.unroll, **settings)
+        gemv_kernel[grid](x, weight, *beside, UNROLL=config.unroll, **tiles, **settings)
+    elif config.kind == "tiles":
+        gemm_kernel[grid](x, weight, *beside, m, M=m_class(m), num_stages=config.num_stages, **tiles, **settings)
     else:
-        gemm_kernel[grid](*tensors, m, num_stages=config.num_stages, **settings)
+        own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": 1 if m <= 8 else 2}
+        own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda}
+        narrow_kernel[(*grid, triton.cdiv(m, 16))](
+            x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings
+        )
 
 
 def linear(
@@ -267,14 +290,17 @@ def linear(
     *,
     config: GemmConfig | None = None,
     scratch: Scratch | None = None,
+    under: bool = False,
 ) -> torch.Tensor:
-    """As :func:`freetoken.kernels.small_gemm.reference.linear` for contiguous ``x [M, K]`` with M from 0 to 16."""
+    """As :func:`freetoken.kernels.small_gemm.reference.linear` for contiguous ``x [M, K]`` with M from 0 to 32.
+
+    ``under`` says that the kernel launched right before is ``LATE``, none of these, and not what makes x: see there.
+    """
     n, k = weight.shape
     out = torch.empty((x.shape[0], n), dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] > 0:
-        _launch(
-            x, weight, bias, out, False, config or pick_config(n, k, x.shape[0], launch.capability(x.device)), scratch
-        )
+        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device))
+        _launch(x, weight, bias, out, False, config, scratch, under)
     return out
 
 
@@ -286,19 +312,18 @@ def linear_silu_mul(
     config: GemmConfig | None = None,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
-    """As :func:`freetoken.kernels.small_gemm.reference.linear_silu_mul`, for M from 0 to 16."""
+    """As :func:`freetoken.kernels.small_gemm.reference.linear_silu_mul`, for M from 0 to 32."""
     n, k = weight.shape
     out = torch.empty((x.shape[0], n // 2), dtype=x.dtype, device=x.device)
     if x.shape[0] > 0:
-        _launch(
-            x, weight, bias, out, True, config or pick_config(n, k, x.shape[0], launch.capability(x.device)), scratch
-        )
+        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device), silu=True)
+        _launch(x, weight, bias, out, True, config, scratch, False)
     return out
 
 
 def reserve(scratch: Scratch, n: int, k: int, *, silu: bool, device: torch.device | str) -> None:
     """Size ``scratch`` for every M of a ``[n, k]`` weight."""
     halves = 2 if silu else 1
-    for m in sorted({m_class(m) for m in range(1, MAX_TOKENS + 1)}):
-        config = pick_config(n, k, m, launch.capability(torch.device(device)))
-        scratch.reserve(n // halves, config.split_k, halves, config.block_n, device)
+    for rows in sorted({m_class(m) for m in range(1, max_tokens(n) + 1)}):
+        config = pick_config(n, k, rows, launch.capability(torch.device(device)), silu=silu)
+        scratch.reserve(n // halves, config, rows, halves, device)
