@@ -123,6 +123,24 @@ def test_short_sequences_leave_no_partial_results() -> None:
     assert workspace.isnan().all()
 
 
+def test_calls_in_a_row_share_a_workspace() -> None:
+    """Kernels that start early neither read the partial results of the call before nor overwrite them too soon."""
+    lens, size = (70, 20, 129), {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    if DEVICE == "cuda":
+        lens, size = (8000, 100, 3000), {"heads": 24, "kv_heads": 4, "head_dim": 256}
+    case = make_case(lens, device=DEVICE, dtype=torch.float16, **size)
+    queries = [torch.randn_like(case.q) for _ in range(3 if DEVICE == "cpu" else 40)]
+    splits = 9 if DEVICE == "cpu" else 66
+    config = dataclasses.replace(ONE, splits=splits, num_warps=8, num_stages=3)
+    alone = [launch(case, config, q) for q in queries]
+    workspace = torch.full((workspace_size(*case.q.shape, splits),), float("nan"), device=DEVICE)
+    fb, outs = case.fb, [torch.full_like(case.q, float("nan")) for _ in queries]
+    for q, out in zip(queries, outs, strict=True):
+        where = (case.kv.k(0), case.kv.v(0), fb.page_table, fb.rows, fb.seq_lens)
+        attn_decode_triton(q, *where, out, case.scale, config, workspace)
+    assert all(torch.equal(out.flatten(1), want) for out, want in zip(outs, alone, strict=True))
+
+
 def test_queries_inside_a_wider_row() -> None:
     case = make_case((40, 7), heads=4, kv_heads=2, device=DEVICE)
     fused = torch.full((2, 12, 16), float("nan"), device=DEVICE)
