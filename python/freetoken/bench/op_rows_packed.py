@@ -40,7 +40,8 @@ def unflat(outputs: Tensors, tokens: int, group: int) -> tuple[Quantised | torch
     if outputs[0].dtype == torch.int32:
         return TiledActivation(outputs[0], outputs[1], tokens, group), outputs[2:]
     if outputs[0].dtype == torch.int8:
-        return QuantisedActivation(*outputs[:3], group), outputs[3:]
+        values, scales, sums = outputs[:3]
+        return QuantisedActivation(values, scales, sums, group), outputs[3:]
     return outputs[0], outputs[1:]
 
 

@@ -204,10 +204,11 @@ def _chain(args: argparse.Namespace, bandwidth: float, timed: bool) -> list[dict
     import torch
 
     from freetoken.bench import pq2
+    from freetoken.kernels.pq2_gemv.configs import CLASSES
 
-    classes = tuple(args.tune_tokens or pq2.CLASSES)
-    if unknown := set(classes) - set(pq2.CLASSES):
-        raise StartupError(f"--tune-tokens {min(unknown)}: the classes are {', '.join(map(str, pq2.CLASSES))}")
+    classes = tuple(args.tune_tokens or CLASSES)
+    if unknown := set(classes) - set(CLASSES):
+        raise StartupError(f"--tune-tokens {min(unknown)}: the classes are {', '.join(map(str, CLASSES))}")
     torch.manual_seed(0)
     with torch.inference_mode():
         chain = pq2.Chain.random(pq2.model_order())

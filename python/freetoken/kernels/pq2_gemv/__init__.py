@@ -117,10 +117,12 @@ class PQ2Product:
         return y
 
     def leads(self, activation: Quantised | torch.Tensor) -> bool:
-        """Whether :meth:`linear` of ``activation`` is one kernel that can be launched ``late``."""
+        """Whether :meth:`linear` of ``activation`` is one kernel that can be launched ``late``: in the order that it takes."""
         if isinstance(activation, torch.Tensor) or not self._fused:
             return False
-        return 0 < activation.tokens <= MAX_TOKENS and launch.early(activation.values)
+        if isinstance(activation, TiledActivation):
+            return launch.early(activation.words)
+        return activation.tokens == 1 and not self.takes_tiles(1) and launch.early(activation.values)
 
 
 def _into(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
@@ -173,5 +175,7 @@ def pq2_linear(
 
 def leads(activation: Quantised | torch.Tensor) -> bool:
     """Whether :func:`pq2_linear` of ``activation`` is one kernel that can be launched ``late``."""
-    values = activation if isinstance(activation, torch.Tensor) else activation.values
-    return _product(values.device.type).leads(activation)
+    if isinstance(activation, torch.Tensor):
+        return False
+    device = activation.words.device if isinstance(activation, TiledActivation) else activation.values.device
+    return _product(device.type).leads(activation)

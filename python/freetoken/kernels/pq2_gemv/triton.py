@@ -72,7 +72,8 @@ def linear(
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.pq2_gemv.reference.linear` for 0 to 32 tokens.
 
-    ``out`` must be contiguous. With ``late`` the kernel launched next starts once nothing runs but this one. ``ValueError`` for settings that cannot run these sizes.
+    ``out`` must be contiguous. With ``late`` the kernel launched next starts once nothing runs but this one. ``ValueError`` for
+    settings that cannot run these sizes.
     """
     m, (n, k) = activation.tokens, (weight.out_features, weight.in_features)
     if out is None:
