@@ -12,7 +12,7 @@ from freetoken.kernels.checking import relative_rms
 
 
 def test_the_default_comes_first_and_nothing_twice() -> None:
-    default = decode_config(256, 6, 1, 32768, 132, num_kv_heads=4, large_tiles=True)
+    default = decode_config(256, 6, 1, 32768, 132, num_kv_heads=4)
     for depth in (128, 8192):
         found = candidates(default, depth)
         assert found[0] == default and len(set(found)) == len(found) > 15

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from compile_tool import ARCHITECTURES, KernelCase
 
-from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_step, next_power_of_two
-from freetoken.kernels.attn_decode.triton import PREFETCHED
+from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_config, next_power_of_two
 from freetoken.kernels.attn_prefill.config import prefill_config
 
 DECODE, PREFILL = "freetoken.kernels.attn_decode.triton", "freetoken.kernels.attn_prefill.triton"
@@ -22,7 +21,6 @@ TYPES = {
     "tiles_ptr": "*i32",
     "partial_ptr": "*fp32",
     "lse_ptr": "*fp32",
-    "arrivals_ptr": "*i32",
     "scale": "fp32",
     **dict.fromkeys(("table_stride", "q_stride", "num_decodes", "whole", "min_share", "splits"), "i32"),
 }
@@ -32,36 +30,51 @@ def _types(element: str) -> dict[str, str]:
     return {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}"), **TYPES}
 
 
-def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool, large: bool) -> KernelCase:
+def _limits(early: bool) -> dict[str, int]:
+    return {"first_arch": FIRST_EARLY} if early else {"last_arch": FIRST_EARLY - 1}
+
+
+def _options(early: bool) -> dict[str, bool]:
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if early else {})
+
+
+def _decode(head_dim: int, heads: int, kv_heads: int, element: str, early: bool) -> KernelCase:
     size, group = DTYPES[element].itemsize, heads // kv_heads
-    batch = 1 if large else 64
-    config = decode_config(
-        head_dim, group, batch, 4096, 132, num_kv_heads=kv_heads, element_size=size, large_tiles=large
-    )
-    block_h, block_d = next_power_of_two(group), next_power_of_two(head_dim)
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "PAGE": 16, "BLOCK_G": 16, "BLOCK_H": block_h}
-    steps = {"SHARE_STEP": SHARE_STEP, "JOIN_STEP": join_step(head_dim, group, config.num_warps, config.splits)}
-    pdl = {"enable_fp_fusion": True} | ({"launch_pdl": True} if early else {})
-    # Large tiles are those of accelerators of the data centre: 8.0 and 9.0 here.
-    arch = FIRST_EARLY if early else 80
-    limits = {"first_arch": arch, "last_arch": arch}
-    if not large:
-        limits = {"first_arch": FIRST_EARLY} if early else {"last_arch": FIRST_EARLY - 1}
+    config = decode_config(head_dim, group, 64, 4096, 132, num_kv_heads=kv_heads, element_size=size)
     return KernelCase(
-        f"attn split {heads}/{kv_heads} x {head_dim} {element}{' large' if large else ''}{' early' if early else ''}",
+        f"attn split {heads}/{kv_heads} x {head_dim} {element}{' early' if early else ''}",
         f"{DECODE}:_split_kernel",
         _types(element),
         {
-            **shape,
-            **steps,
-            "BLOCK_D": block_d,
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "D": head_dim,
+            "PAGE": 16,
+            "BLOCK_G": 16,
+            "BLOCK_D": next_power_of_two(head_dim),
             "BLOCK_N": config.block_n,
+            "SHARE_STEP": SHARE_STEP,
             "EARLY": early,
-            "PREFETCH": early and head_dim * size in PREFETCHED,
+            "AHEAD": config.ahead if early else 0,
             "SLOTS": False,
         },
-        {**pdl, "num_warps": config.num_warps, "num_stages": config.num_stages},
-        **limits,
+        {**_options(early), "num_warps": config.num_warps, "num_stages": config.num_stages},
+        **_limits(early),
+    )
+
+
+def _join(head_dim: int, heads: int, kv_heads: int, element: str, batch: int, early: bool) -> KernelCase:
+    size, group = DTYPES[element].itemsize, heads // kv_heads
+    config = decode_config(head_dim, group, batch, 131072, 132, num_kv_heads=kv_heads, element_size=size)
+    join = join_config(head_dim, config.splits)
+    shape = {"HEADS": heads, "D": head_dim, "PARTS": join.parts, "WIDTH": join.width, "SHARE_STEP": SHARE_STEP}
+    return KernelCase(
+        f"attn join {join.parts} x {join.width} of {heads} x {head_dim} {element}{' early' if early else ''}",
+        f"{DECODE}:_join_kernel",
+        _types(element),
+        {**shape, "EARLY": early},
+        {**_options(early), "num_warps": join.num_warps},
+        **_limits(early),
     )
 
 
@@ -80,7 +93,7 @@ def _prefill(head_dim: int, heads: int, kv_heads: int, element: str, arch: int) 
 
 
 CASES = [
-    *(_decode(*shape, early, False) for shape in SHAPES for early in (False, True)),
-    *(_decode(*shape, early, True) for shape in SHAPES if shape[3] == "bf16" for early in (False, True)),
+    *(_decode(*shape, early) for shape in SHAPES for early in (False, True)),
+    *(_join(*shape, batch, early) for shape in SHAPES[2:4] for batch in (1, 32) for early in (False, True)),
     *(_prefill(*shape, arch) for shape in SHAPES for arch in ARCHITECTURES),
 ]

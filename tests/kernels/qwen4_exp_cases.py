@@ -9,7 +9,7 @@ from compile_tool import ARCHITECTURES, KernelCase
 from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
-from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_step, next_power_of_two
+from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, next_power_of_two
 from freetoken.kernels.qsa.plan import piece_config
 
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
@@ -76,22 +76,23 @@ def _candidates() -> KernelCase:
     return KernelCase("qsa candidates", f"{QSA}:candidates_kernel", types, values, {"num_warps": 16})
 
 
-def _attend(element: str) -> KernelCase:
+def _attend(element: str, early: bool = False) -> KernelCase:
     size = 4 if element == "fp32" else 2
     config = decode_config(256, 12, 8, 2064, 132, num_kv_heads=2, element_size=size)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{element}")
     tables = {"table_ptr": "*i32", "rows_ptr": "*i64", "seq_lens_ptr": "*i32"}
-    scratch = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "arrivals_ptr": "*i32", "scale": "fp32"}
+    scratch = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
     numbers = dict.fromkeys(("table_stride", "q_stride", "whole", "min_share", "splits"), "i32")
-    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_H": 16, "BLOCK_D": 256}
-    values |= {"SHARE_STEP": SHARE_STEP, "JOIN_STEP": join_step(256, 12, config.num_warps, config.splits)}
-    values |= {"BLOCK_N": config.block_n, "EARLY": False, "PREFETCH": False, "SLOTS": True}
+    values = {"HEADS": 24, "KV_HEADS": 2, "D": 256, "PAGE": 16, "BLOCK_G": 16, "BLOCK_D": 256}
+    values |= {"SHARE_STEP": SHARE_STEP, "BLOCK_N": config.block_n}
+    values |= {"EARLY": early, "AHEAD": 0, "SLOTS": True}
     return KernelCase(
-        f"qsa attend {element}",
+        f"qsa attend {element}{' early' if early else ''}",
         "freetoken.kernels.attn_decode.triton:_split_kernel",
         {**pointers, **tables, **scratch, **numbers},
         values,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        **({"first_arch": 90} if early else {"last_arch": 89}),
     )
 
 
@@ -173,7 +174,7 @@ CASES = [
     _select(4096, 16, 4096),
     _select(64, 1, 0),
     _candidates(),
-    _attend("bf16"),
+    *(_attend("bf16", early) for early in (False, True)),
     *(_piece_score(element) for element in ("bf16", "fp32")),
     _piece_bounds(2048, 4),
     _piece_list(1024),

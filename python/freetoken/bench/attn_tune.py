@@ -17,7 +17,7 @@ from typing import Any
 from freetoken import hardware
 from freetoken.bench import cli, figures
 from freetoken.errors import StartupError
-from freetoken.kernels.attn_decode.config import LARGE_TILES, DecodeConfig, decode_config
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config
 
 BOUND = 1e-2
 
@@ -38,17 +38,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def candidates(default: DecodeConfig, depth: int) -> list[DecodeConfig]:
-    """The default, then others: first cuts, which need no other kernel, then tiles with the default's cut."""
-    cuts = [
-        dataclasses.replace(default, whole=whole, min_share=share, splits=splits)
-        for splits in sorted({max(1, default.splits * part // 4) for part in (1, 2, 3, 4, 6, 8)})
-        for whole, share in ((16, 32), (16, 64), (16, 128), (default.whole, default.min_share), (depth, depth))
-        if splits == default.splits or depth > default.whole
-    ]
-    tiles = [
-        dataclasses.replace(default, block_n=block, num_warps=warps, num_stages=stages)
-        for block, warps, stages in itertools.product(
-            (default.block_n // 2, default.block_n, default.block_n * 2), (4, 8), (2, 3, 4)
+    """The default, then others: first cuts, which need no other kernel of parts, then tiles with the default's cut and half as many
+    parts more."""
+    splits = (
+        sorted({max(1, default.splits * part // 4) for part in (1, 2, 3, 4, 6, 8)}) if depth > default.whole else []
+    )
+    shares = ((16, 16), (16, 32), (16, 64), (16, 128), (default.whole, default.min_share), (depth, depth))
+    cuts = [dataclasses.replace(default, splits=parts) for parts in splits]
+    cuts += [dataclasses.replace(default, whole=whole, min_share=share) for whole, share in shares]
+    tiles = [dataclasses.replace(default, ahead=steps) for steps in (0, 2, 4)]
+    tiles += [
+        dataclasses.replace(default, block_n=block, num_warps=warps, num_stages=stages, splits=parts)
+        for parts, block, warps, stages in itertools.product(
+            sorted({default.splits, default.splits * 3 // 2 if splits else default.splits}),
+            (default.block_n // 2, default.block_n, default.block_n * 2),
+            (4, 8),
+            (2, 3, 4),
         )
         if block >= 16
     ]
@@ -67,10 +72,7 @@ class Decodes:
         sizes = Sizes(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim)
         self.layers = uncached_layers(sizes, requests, depth) if device == "cuda" else 1
         self.kv, self.fb, self.q = make_batch(device, sizes, [depth] * requests, [], self.layers)
-        num_sms, large = 132, True
-        if device == "cuda":
-            num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-            large = torch.cuda.get_device_capability() in LARGE_TILES
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 132
         self.default = decode_config(
             args.head_dim,
             args.heads // args.kv_heads,
@@ -78,7 +80,6 @@ class Decodes:
             max(depth, sizes.context),
             num_sms,
             num_kv_heads=args.kv_heads,
-            large_tiles=large,
         )
 
     def call(self, config: DecodeConfig) -> Callable[[], Any]:
@@ -90,13 +91,12 @@ class Decodes:
         batch, heads, head_dim = self.q.shape
         device, kv, fb = self.q.device, self.kv, self.fb
         workspace = torch.empty(workspace_size(batch, heads, head_dim, config.splits), device=device)
-        arrivals = torch.zeros(batch * kv.num_kv_heads, dtype=torch.int32, device=device)
         turn, scale = itertools.cycle(range(self.layers)), head_dim**-0.5
 
         def run() -> Any:
             out, layer = torch.empty_like(self.q), next(turn)
             tables = (fb.page_table, fb.rows, fb.seq_lens)
-            attn_decode_triton(self.q, kv.k(layer), kv.v(layer), *tables, out, scale, config, workspace, arrivals)
+            attn_decode_triton(self.q, kv.k(layer), kv.v(layer), *tables, out, scale, config, workspace)
             return out
 
         return run

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from freetoken.errors import StartupError
-from freetoken.kernels.attn_decode.config import LARGE_TILES, DecodeConfig, decode_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, next_power_of_two
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from freetoken.kernels.attn_prefill.config import prefill_config, prefill_tiles
 from freetoken.kernels.attn_prefill.triton import attn_prefill_triton
@@ -30,7 +30,6 @@ class TritonAttention(AttentionBackend):
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
             capability = torch.cuda.get_device_capability(self.device)
-        self._large_tiles = capability in LARGE_TILES
         self._prefill_config = prefill_config(self.head_dim, self.dtype, capability)
         # A graph's bucket may exceed the rows it serves.
         largest = next_power_of_two(self.max_rows)
@@ -40,7 +39,6 @@ class TritonAttention(AttentionBackend):
             for batch, config in enumerate(self._decode_configs, 1)
         )
         self._workspace = torch.empty(max(needed, default=0), dtype=torch.float32, device=self.device)
-        self._arrivals = torch.zeros(largest * self.num_kv_heads, dtype=torch.int32, device=self.device)
         self._tiles = torch.empty((0, 2), dtype=torch.int32, device=self.device)
 
     def _decode_config(self, batch: int) -> DecodeConfig:
@@ -52,7 +50,6 @@ class TritonAttention(AttentionBackend):
             self._num_sms,
             num_kv_heads=self.num_kv_heads,
             element_size=self.kv.storage.element_size(),
-            large_tiles=self._large_tiles,
         )
 
     def plan(self, fb: ForwardBatch) -> None:
@@ -73,9 +70,8 @@ class TritonAttention(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k, v, n = self.kv.k(layer), self.kv.v(layer), fb.num_decodes
         if n:
-            config = self._decode_configs[n - 1]
-            scratch = (self._workspace, self._arrivals)
-            attn_decode_triton(q[:n], k, v, fb.page_table, fb.rows, fb.seq_lens, out, self.scale, config, *scratch)
+            where = (fb.page_table, fb.rows, fb.seq_lens)
+            attn_decode_triton(q[:n], k, v, *where, out, self.scale, self._decode_configs[n - 1], self._workspace)
         if fb.num_prefills:
             attn_prefill_triton(
                 q,

@@ -1,4 +1,4 @@
-"""One-query attention over paged KV: each sequence is cut into parts, which the program that ends last joins."""
+"""One-query attention over paged KV: a long sequence is cut into parts, and a second kernel joins them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_step, next_power_of_two
+from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_config, next_power_of_two
 
 LOG2_E = math.log2(math.e)
-PREFETCHED = (128, 256, 512)
-"""Bytes of a row of K or V that is brought into the L2 cache ahead of the kernel before."""
 
 
 @triton.jit
@@ -30,7 +28,7 @@ def _share_of(seq_len, whole, min_share, splits, STEP: tl.constexpr):
 
 
 @triton.jit
-def _ask_ahead(
+def _chunks(
     k_ptr,
     v_ptr,
     table,
@@ -41,62 +39,25 @@ def _ask_ahead(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Bring K and V of the first ``TOKENS`` tokens from ``start`` on into the L2 cache, a row of ``D`` elements a thread.
-
-    It may be early: the cache is the same memory to whoever still writes the newest token. Past ``end`` the last row is asked for again.
-    """
+    """Addresses of K and V of every ``CHUNK`` tokens of one page, ``TOKENS`` from ``start`` on: how many tokens after it, the address, 0
+    from ``end`` on. ``CHUNK`` neighbours name the same one."""
     lane = tl.arange(0, 2 * TOKENS)
-    pos = tl.minimum(start + lane % TOKENS, end - 1)
-    offsets = tile_offsets(tl.load(table + pos // PAGE), pos, kv_head, KV_HEADS, PAGE, D)
+    after = lane % TOKENS // CHUNK * CHUNK
+    pos = start + after
+    offsets = tile_offsets(tl.load(table + pos // PAGE, mask=pos < end, other=0), pos, kv_head, KV_HEADS, PAGE, D)
     size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    row = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
-    if D * size == 512:
-        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 512; mov.b32 $0, 0;"
-    elif D * size == 256:
-        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;"
-    else:
-        tl.static_assert(D * size == 128)
-        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [row], dtype=tl.int32, is_pure=False, pack=1)
+    address = tl.where(lane < TOKENS, k_ptr.to(tl.int64), v_ptr.to(tl.int64)) + offsets * size
+    return after, tl.where(pos < end, address, 0)
 
 
 @triton.jit
-def _join(
-    partial_ptr,
-    lse_ptr,
-    first_slot,
-    splits,
-    used,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """``[BLOCK_H, BLOCK_D]``: the ``used`` partial results of ``GROUP`` heads, added in the order of the text."""
-    offs_s, offs_h, offs_d = tl.arange(0, STEP), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    in_group = (offs_h < GROUP)[None, :]
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for first in range(0, used, STEP):
-        part = first + offs_s
-        slots = (first_slot + offs_h)[None, :] * splits + part[:, None]
-        known = (part < used)[:, None] & in_group
-        # Written by other multiprocessors a moment ago: the L1 cache is passed by.
-        lse = tl.load(lse_ptr + slots, mask=known, other=float("-inf"), cache_modifier=".cg")
-        offsets = slots[:, :, None] * D + offs_d[None, None, :]
-        mask = known[:, :, None] & (offs_d < D)[None, None, :]
-        values = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-        lse = tl.where(in_group, lse, 0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top[None, :])
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(weights, 0)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
-        top = new_top
-    return acc / total[:, None]
+def _ask(address, BYTES: tl.constexpr):
+    """Bring ``BYTES`` at every address but 0 into the L2 cache. A warp asks for one address after the other, once for each."""
+    asm: tl.constexpr = """{ .reg .pred p; setp.ne.u64 p, $1, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"""
+    tl.inline_asm_elementwise(asm, "=r,l,r", [address, BYTES], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_stride", "whole", "min_share", "splits"])
@@ -110,7 +71,6 @@ def _split_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    arrivals_ptr,
     scale,
     table_stride,
     q_stride,
@@ -122,13 +82,11 @@ def _split_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARE_STEP: tl.constexpr,
-    JOIN_STEP: tl.constexpr,
     EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Grid ``(KV_HEADS, B, splits)``: parts that a sequence does not have come after those in use."""
@@ -157,11 +115,18 @@ def _split_kernel(
     weights = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     # A block's page numbers are read one block ahead: K and V addresses never wait for them.
     page_ids = tl.load(table + (start + offs_n) // STEP, mask=start + offs_n < end, other=0)
-    if PREFETCH:
-        _ask_ahead(k_ptr, v_ptr, table, start, end, kv_head, KV_HEADS, PAGE, D, 2 * BLOCK_N)
+    CHUNK_BYTES: tl.constexpr = SHARE_STEP * D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if AHEAD > 0:
+        # It may be early: the cache is the same memory to whoever still writes the newest token.
+        after, chunks = _chunks(k_ptr, v_ptr, table, start, end, kv_head, KV_HEADS, PAGE, D, 4 * BLOCK_N, SHARE_STEP)
+        first = (after < 2 * BLOCK_N) | (seq_len <= 4 * BLOCK_N)
+        _ask(tl.where(first, chunks, 0), CHUNK_BYTES)
     if EARLY:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
+    if AHEAD > 2:
+        # The rest of a short part queues behind what is waited for first, so that memory never idles.
+        _ask(tl.where(first | (share > 4 * BLOCK_N), 0, chunks), CHUNK_BYTES)
     q_tile = q_ptr + q_rows + heads[:, None] * D + offs_d[None, :]
     for n in range(start, end, BLOCK_N):
         pos = n + offs_n
@@ -194,16 +159,49 @@ def _split_kernel(
     slots = (first_head + offs_g) * splits + split
     tl.store(partial_ptr + slots[:, None] * D + offs_d[None, :], acc, mask=head_mask)
     tl.store(lse_ptr + slots, row_max + tl.log2(row_sum), mask=offs_g < GROUP)
-    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["whole", "min_share", "splits"])
+def _join_kernel(
+    partial_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    whole,
+    min_share,
+    splits,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE_STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid ``(HEADS * ceil(D / WIDTH), B)``: a slice of one head's output, from all its partial results at once."""
+    SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, column, b = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * WIDTH, tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + b)
+    share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
+    row = b.to(tl.int64) * HEADS + head
+    offs_s, offs_d = tl.arange(0, PARTS), column + tl.arange(0, WIDTH)
     used = tl.cdiv(seq_len, share)
-    number = b * KV_HEADS + kv_head
-    if tl.atomic_add(arrivals_ptr + number, 1, sem="acq_rel") == used - 1:
-        joined = _join(partial_ptr, lse_ptr, first_head, splits, used, GROUP, D, BLOCK_H, BLOCK_D, JOIN_STEP)
-        offs_h = tl.arange(0, BLOCK_H)
-        out_offsets = (first_head + offs_h)[:, None] * D + offs_d[None, :]
-        mask = (offs_h < GROUP)[:, None] & (offs_d < D)[None, :]
-        tl.store(out_ptr + out_offsets, joined.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(arrivals_ptr + number, 0)
+    # Past the last part it is read again, for a weight of 0: reads without a condition of their own leave all at once.
+    part = tl.minimum(offs_s, used - 1)
+    if share >= seq_len:
+        if EARLY:
+            # Also with nothing to join: the kernel after this one takes our end for the end of the parts.
+            tl.extra.cuda.gdc_wait()
+        return
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slots = row * splits + part
+    values = tl.load(partial_ptr + slots[:, None] * D + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
+    lse = tl.where(offs_s < used, tl.load(lse_ptr + slots), float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    joined = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row * D + offs_d, joined.to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
 def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
@@ -222,7 +220,6 @@ def attn_decode_triton(
     scale: float,
     config: DecodeConfig,
     workspace: torch.Tensor,
-    arrivals: torch.Tensor,
     *,
     slots: bool = False,
 ) -> None:
@@ -230,8 +227,8 @@ def attn_decode_triton(
 
     Arguments as for ``attn_decode_reference``; ``q`` may have any row stride that is a multiple of 8 elements.
     With ``slots`` the page table holds flat slots, one a token, which a kernel just before may have written.
-    ``workspace`` is float32 of at least :func:`workspace_size` elements, ``arrivals`` int32 of at least ``B * kv_heads``, all zero,
-    which they are again afterwards; both serve one call at a time. The launch depends on host facts only, so it can be captured.
+    ``workspace`` is float32 of at least :func:`workspace_size` elements and serves one call at a time. Launches one kernel, or two when
+    ``config.splits > 1``; both depend on host facts only, so they can be captured.
     """
     batch, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_cache.shape[1], k_cache.shape[2]
@@ -240,7 +237,7 @@ def attn_decode_triton(
     numel = batch * num_heads * config.splits
     partial, lse = workspace[: numel * head_dim], workspace[numel * head_dim :]
     group = num_heads // num_kv_heads
-    early = launch.early(q) and not slots
+    early = launch.early(q)
     _split_kernel[(num_kv_heads, batch, config.splits)](
         q,
         k_cache,
@@ -251,7 +248,6 @@ def attn_decode_triton(
         out,
         partial,
         lse,
-        arrivals,
         scale * LOG2_E,
         page_table.stride(0),
         q.stride(0) // 8,
@@ -263,16 +259,35 @@ def attn_decode_triton(
         D=head_dim,
         PAGE=page_size,
         BLOCK_G=max(16, next_power_of_two(group)),
-        BLOCK_H=next_power_of_two(group),
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         BLOCK_N=config.block_n,
         SHARE_STEP=SHARE_STEP,
-        JOIN_STEP=join_step(head_dim, group, config.num_warps, config.splits),
         EARLY=early,
-        PREFETCH=early and head_dim * k_cache.element_size() in PREFETCHED,
+        AHEAD=config.ahead if early and not slots and page_size % SHARE_STEP == 0 else 0,
         SLOTS=slots,
-        launch_pdl=early,
+        # Slots that the kernel before writes are read at once; the join may start early all the same.
+        launch_pdl=early and not slots,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
+    if config.splits > 1:
+        join = join_config(head_dim, config.splits)
+        _join_kernel[(num_heads * triton.cdiv(head_dim, join.width), batch)](
+            partial,
+            lse,
+            seq_lens,
+            out,
+            config.whole,
+            config.min_share,
+            config.splits,
+            HEADS=num_heads,
+            D=head_dim,
+            PARTS=join.parts,
+            WIDTH=join.width,
+            SHARE_STEP=SHARE_STEP,
+            EARLY=early,
+            launch_pdl=early,
+            num_warps=join.num_warps,
+            enable_fp_fusion=True,
+        )

@@ -433,7 +433,6 @@ def attend(
     out = torch.empty_like(q)
     needed = workspace_size(batch, heads, size, config.splits)
     workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
-    arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
     lanes = torch.arange(batch, device=q.device)
-    attn_decode_triton(q, pools.k, pools.v, chosen, lanes, counts, out, scale, config, workspace, arrivals, slots=True)
+    attn_decode_triton(q, pools.k, pools.v, chosen, lanes, counts, out, scale, config, workspace, slots=True)
     return out.flatten(1)
