@@ -168,16 +168,16 @@ def test_what_can_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
     weight = torch.randn(32, 64, device=DEVICE).half()
     monkeypatch.setattr(early_launch, "early", lambda _: False)
-    assert not gemm.hides(weight[:1], weight)
+    assert not gemm.hides(weight[:2], weight)
     assert torch.equal(gemm.linear_under(weight[:3], weight), gemm.linear(weight[:3], weight))
     monkeypatch.setattr(early_launch, "early", lambda _: True)
-    assert [gemm.hides(weight.repeat(2, 1)[:m], weight) for m in (0, 1, 32, 33)] == [False, True, True, False]
+    assert [gemm.hides(weight.repeat(2, 1)[:m], weight) for m in (0, 1, 2, 32, 33)] == [False, False, True, True, False]
     assert not gemm.hides(weight[:17], weight.repeat(5, 1)) and not gemm.hides(weight[:2].float(), weight.float())
     plain = SmallGemm(choice("small_gemm", "reference"), SiluMul(choice("silu_mul", "reference")))
-    assert not plain.hides(weight[:1], weight)
+    assert not plain.hides(weight[:2], weight)
     monkeypatch.setenv("FREETOKEN_HIDE_SMALL_GEMM", "0")
     off = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
-    assert not off.hides(weight[:1], weight)
+    assert not off.hides(weight[:2], weight)
 
 
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class Chain:
         """An activation of this size, in bfloat16 and quantised."""
         if (tokens, k) not in self.inputs:
             x = torch.randn(tokens, k, device="cuda").bfloat16()
-            self.inputs[tokens, k] = (x, quantise(x, GROUP))
+            self.inputs[tokens, k] = (x, quantise(x, GROUP, tiles=tokens > 1))
         return self.inputs[tokens, k]
 
     def run(self, tokens: int, settings: Settings, quantisers: bool) -> None:
@@ -100,7 +100,7 @@ class Chain:
             x, activation = self.input(tokens, weight.in_features)
             config = settings[weight.out_features, weight.in_features]
             if quantisers:
-                activation = quantise(x, GROUP)
+                activation = quantise(x, GROUP, tiles=tokens > 1)
             product.linear(activation, weight, torch.bfloat16, config=config)
 
     def ms(self, tokens: int, settings: Settings, *, quantisers: bool = False, repeats: int = 10) -> float:

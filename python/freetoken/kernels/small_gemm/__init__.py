@@ -48,8 +48,11 @@ class SmallGemm:
         return self._fused and x.shape[0] <= (1 if x.dtype == torch.float32 else max_tokens(weight.shape[0]))
 
     def hides(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether :meth:`linear_under` can take these and is not switched off."""
-        return self._hiding and x.shape[0] > 0 and self._fits(x, weight) and launch.early(x)
+        """Whether :meth:`linear_under` can take these and is not switched off.
+
+        One token goes its own way: its kernel is so short that the later launch of what follows costs more than it takes.
+        """
+        return self._hiding and x.shape[0] > 1 and self._fits(x, weight) and launch.early(x)
 
     def linear(
         self,
