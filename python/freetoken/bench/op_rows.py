@@ -9,13 +9,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from freetoken.bench import op_rows_packed
 from freetoken.kernels.dispatch import Choice
+
+if TYPE_CHECKING:
+    from freetoken.kernels.gdn_decode import DecodeConfig
 
 Tensors = tuple[torch.Tensor, ...]
 CONV_WIDTH = 4
@@ -339,6 +342,11 @@ def gdn_conv(device: str, sizes: Sizes) -> list[Case]:
 
 
 def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
+    """The decode step with its default settings."""
+    return gdn_decode_cases(device, sizes)
+
+
+def gdn_decode_cases(device: str, sizes: Sizes, config: DecodeConfig | None = None) -> list[Case]:
     """Calls take the slots of the pool in turn, so that small batches find no state of theirs in the cache."""
     from freetoken.kernels.gdn_conv import pack_weight
     from freetoken.kernels.gdn_decode import GdnDecode
@@ -365,7 +373,7 @@ def gdn_decode(device: str, sizes: Sizes) -> list[Case]:
             windows: Any = windows,
             positions: Any = positions,
         ) -> Callable[[], Tensors]:
-            op: Any = GdnDecode(_choice("gdn_decode", impl))
+            op: Any = GdnDecode(_choice("gdn_decode", impl), config)
             conv, rec = ring.clone(), state.clone()
             op.reserve(windows.shape[1], rec)
             turn = itertools.cycle(windows)
