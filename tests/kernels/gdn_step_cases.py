@@ -120,5 +120,5 @@ CASES = [
     _early(_step("bf16", WHOLE), PREFETCH=True),
     _early(_step("bf16", DecodeConfig(32, 4)), PREFETCH=True),
     _early(_step("bf16", WHOLE), SETTLED=True),
-    _early(_step("bf16", pick_config(WIDTH, WIDTH, HEADS)), SETTLED=True),
+    _early(_step("bf16", pick_config(WIDTH, WIDTH, 8 * HEADS)), SETTLED=True),
 ]

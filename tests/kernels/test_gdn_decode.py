@@ -283,8 +283,10 @@ def test_split_heads_need_scratch_memory() -> None:
 def test_settings() -> None:
     assert pick_config(128, 128) == DecodeConfig(128, 8)
     assert pick_config(256, 256) == DecodeConfig(64, 8)
-    assert pick_config(128, 128, 48) == DecodeConfig(64, 8)
-    assert pick_config(128, 128, 8 * 48) == DecodeConfig(128, 8, prefetch=False)
+    assert pick_config(128, 128, 48) == DecodeConfig(128, 8)
+    assert pick_config(128, 128, 3 * 48) == DecodeConfig(64, 4)
+    assert pick_config(128, 128, 8 * 48) == DecodeConfig(64, 4, prefetch=False)
+    assert pick_config(256, 256, 200) == DecodeConfig(32, 4)
     assert pick_config(64, 64, 48) == DecodeConfig(64, 2)
     found = candidates(128, 128)
     assert found[0] == pick_config(128, 128) and len(found) == len(set(found)) > 10
@@ -292,6 +294,16 @@ def test_settings() -> None:
     assert triton.prefetch_bytes(DecodeConfig(128, 8), 128, 128) == 256
     assert triton.prefetch_bytes(DecodeConfig(128, 8, prefetch=False), 128, 128) == 0
     assert triton.prefetch_bytes(DecodeConfig(64, 8), 96, 128) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_memory_is_reserved_for_every_batch_up_to_the_largest(batch: int) -> None:
+    """One request of 48 heads shares none, three do; a model reserves for its largest batch once."""
+    op = GdnDecode(choice("gdn_decode", "triton"))
+    op.reserve(batch, torch.empty(1, 48, 128, 128, device="meta"))
+    assert (op._scratch.parts is None) == (batch < 3)
+    if op._scratch.parts is not None:
+        assert op._scratch.parts.numel() == batch * 48 * 128
 
 
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ class GdnDecode:
         """Prepare for batches of up to ``batch`` with states like ``rec_state`` (scratch memory, where heads are split); called
         before the first step."""
         heads, dv, dk = rec_state.shape[1:]
-        if self._fused and (self._config or pick_config(dv, dk, heads)).splits(dv) > 1:
+        configs = [self._config or pick_config(dv, dk, count) for count in (heads, heads * batch)]
+        if self._fused and any(config.splits(dv) > 1 for config in configs):
             self._scratch.reserve(batch, heads, dv, rec_state.device)
 
     def __call__(

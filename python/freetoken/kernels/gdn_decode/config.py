@@ -8,11 +8,12 @@ from dataclasses import dataclass
 LARGEST_TILE = 16384
 """Elements of state that one program holds in registers."""
 
-FEW_HEADS = 64
-"""Up to so many heads in a batch, two programs a head still run all at once on any data-centre card."""
+FEW_HEADS = 128
+"""Up to so many heads in a batch, each has a multiprocessor of a data-centre card to itself."""
 
 MANY_HEADS = 320
-"""From so many on, every multiprocessor of such a card has more than two programs to overlap."""
+"""From so many on, every multiprocessor of such a card has enough programs to overlap, and asking for states ahead costs more than it
+brings."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,14 @@ def power_of_two_at_least(value: int) -> int:
 def pick_config(dv: int, dk: int, heads: int | None = None) -> DecodeConfig:
     """By the head's widths and the ``heads`` of a whole batch, ``None`` for a number in between.
 
-    A program takes as much of a head as fits its registers, 64 elements a thread at most. So few heads that half of the GPU would
-    idle are split once more; with several programs for each multiprocessor one loads while another works, and asking
-    for the state ahead only takes issue slots.
+    A program takes as much of a head as fits its registers, 64 elements a thread at most. Of more heads than multiprocessors it takes
+    half as much with half the warps: several then fit one multiprocessor, and one loads while another works.
     """
     width = power_of_two_at_least(dk)
     rows = power_of_two_at_least(dv)
     block_v = max(1, min(rows, LARGEST_TILE // width))
-    if heads is not None and heads <= FEW_HEADS and block_v == rows and block_v * width >= LARGEST_TILE:
-        return DecodeConfig(block_v // 2, num_warps=8)
+    if heads is not None and heads > FEW_HEADS and block_v > 1 and block_v * width >= LARGEST_TILE:
+        block_v //= 2
     prefetch = heads is None or heads < MANY_HEADS
     return DecodeConfig(block_v, max(1, min(8, block_v * width // 2048)), prefetch)
 
