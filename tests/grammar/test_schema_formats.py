@@ -16,9 +16,13 @@ BYTES = LLTokenizer("byte")
 
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
+    return takes_text(schema, json.dumps(value))
+
+
+def takes_text(schema: dict[str, Any], written: str) -> bool:
     matcher = LLMatcher(BYTES, schema_grammar(json.dumps(schema)), log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
-    text = json.dumps(value).encode()
+    text = written.encode()
     return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
 
 
@@ -92,3 +96,24 @@ def test_other_schemas_stay_as_they_are() -> None:
     assert narrow_formats(plain) == plain
     assert takes({"const": {"format": "date"}}, {"format": "date"})
     assert check_schema('{"format": "date", "allOf": 3}', parser_limits()) is not None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.25", "0.00001"], ["0", "0.0", "-0", "0.51"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, ["0.25"], ["0", "0.5"]),
+        ({"exclusiveMinimum": 10, "maximum": 10.01}, ["10.005", "10.01"], ["10", "10.0", "10.02"]),
+        ({"minimum": -0.1, "exclusiveMaximum": 0}, ["-0.05", "-0.1"], ["0", "-0", "-0.2"]),
+        ({"minimum": 1, "exclusiveMinimum": 1, "maximum": 1.5}, ["1.25"], ["1", "1.0"]),
+        ({"exclusiveMinimum": 0.5}, ["0.75", "1", "7"], ["0.5", "0"]),
+        ({"exclusiveMinimum": 3}, ["4", "3.5"], ["3", "2"]),
+    ],
+)
+def test_excluded_numbers_are_not_let_through(bounds: dict[str, float], good: list[str], bad: list[str]) -> None:
+    for kind in ({"type": "number"}, {}):
+        schema = {**kind, **bounds}
+        assert [text for text in good if not takes_text(schema, text)] == []
+        assert [text for text in bad if takes_text(schema, text)] == []
+    whole = {"type": "integer", **bounds}
+    assert narrow_formats(whole) == whole

@@ -20,6 +20,7 @@ from freetoken import messages
 from freetoken.errors import StartupError
 from freetoken.messages import AddRequest, Channel, RequestOutput, SchedulerStats, StepOutput
 from freetoken.sampling_params import SamplingParams
+from freetoken.scheduler import process as scheduler_process
 from freetoken.scheduler.process import STATS_SECONDS, SchedulerProcess, run_scheduler
 from freetoken.server_args import Config
 from scheduler.fake_process import ProcessRunner
@@ -226,6 +227,20 @@ def test_profile(process: Running, peer: Peer, tmp_path: Path) -> None:
     assert not reply.ok and "cannot write" in reply.message
     peer.add("r", [1], max_new_tokens=1)
     peer.until(lambda: peer.ends("r"))
+
+
+def test_a_profile_that_nobody_stops_ends_by_itself(
+    process: Running, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_process, "PROFILE_STEPS", 3)
+    assert peer.call(lambda call: messages.Profile(call, True, str(tmp_path))).ok
+    peer.add("long", [1, 2], max_new_tokens=20)
+    peer.until(lambda: peer.ends("long"))
+    traces = list(tmp_path.glob("*.trace.json"))
+    assert len(traces) == 1
+    reply = peer.call(lambda call: messages.Profile(call, False))
+    assert reply.ok and reply.message == str(traces[0]) and reply.info["steps"] == 3
+    assert not peer.call(lambda call: messages.Profile(call, False)).ok
 
 
 def test_statistics_come_at_a_steady_pace_and_when_it_falls_idle(process: Running, peer: Peer) -> None:

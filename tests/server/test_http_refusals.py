@@ -261,6 +261,7 @@ def test_bad_generate(server: Served, fields: dict[str, object], param: str) -> 
         ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": ["a"]}, "tokens"), ("/detokenize", {"tokens": [303]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"), ("/abort_request", {}, "rid"), ("/abort_request", {"rid": 5}, "rid"),
         ("/start_profile", {"output_dir": 5}, "output_dir"),
+        ("/start_profile", {"prompt": "x"}, "prompt"),
     ],
 )  # fmt: skip
 def test_bad_calls(server: Served, path: str, body: dict[str, object], param: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from freetoken import environ
+from freetoken import environ, hardware
 from freetoken.bench import ab_stats, cli, figures, svg
 from freetoken.bench.ab_arm import Arm
 from freetoken.bench.ab_stats import Comparison
@@ -103,13 +103,21 @@ def settings(args: argparse.Namespace) -> tuple[Setting, Setting]:
                 environ.get(key, environment)
             elif key == args.flag:
                 raise EnvironmentValueError(f"--flag takes a FREETOKEN_ name, not {key!r}")
-        arms.append(Setting(name.upper(), environment, tuple(shlex.split(getattr(args, f"{name}_args")))))
+        try:
+            words = tuple(shlex.split(getattr(args, f"{name}_args")))
+        except ValueError as error:
+            raise StartupError(f"--{name}-args cannot be split into words: {error}") from None
+        arms.append(Setting(name.upper(), environment, words))
     return arms[0], arms[1]
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot work, with :class:`StartupError`."""
     cli.require_at_least(args, {"pairs": 2, "control_pairs": 2})
+    if not args.timeout > 0:
+        raise StartupError(f"--timeout must be above 0, not {args.timeout:g}")
+    if args.device == "cuda" and not hardware.probe().usable_gpu:
+        raise StartupError(f"--device cuda: {hardware.probe().device_reason}")
     if args.bound is not None and not args.bound >= 0:
         raise StartupError(f"--bound must be at least 0, not {args.bound:g}")
     if args.workload != "serving" and args.server_args:
@@ -244,8 +252,6 @@ def to_figures(
     a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, args: argparse.Namespace, label: str
 ) -> list[dict[str, Any]]:
     """One figure a metric."""
-    from freetoken import hardware
-
     device = args.device or ("cuda" if hardware.probe().usable_gpu else "cpu")
     return [
         figures.figure(

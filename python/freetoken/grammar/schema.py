@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -50,8 +50,33 @@ Fault = tuple[str, str]
 """``(path, reason)``; the path is empty or like ``.properties.age.type``."""
 
 
+_BESIDE = 1e-9
+"""How far from an excluded whole number the nearest accepted one lies."""
+
+
+def _narrow_numbers(schema: dict[str, Any]) -> None:
+    """Put an inclusive bound a little further in where a whole number is excluded: the library lets it through when the other bound is
+    less than one away. Integers lose nothing by it."""
+    for exclusive, inclusive, sign, pick in (
+        ("exclusiveMinimum", "minimum", 1, max),
+        ("exclusiveMaximum", "maximum", -1, min),
+    ):
+        bound, beside = schema.get(exclusive), schema.get(inclusive)
+        if schema.get("type") == "integer" or not _number(bound) or not (beside is None or _number(beside)):
+            continue
+        if float(bound) % 1 or abs(bound) > 2**20:
+            continue
+        moved = bound + sign * _BESIDE
+        schema[inclusive] = moved if beside is None else pick(moved, beside)
+        del schema[exclusive]
+
+
+def _number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
 def narrow_formats(schema: Any) -> Any:
-    """``schema`` with a pattern beside the formats of which the library takes strings that are none.
+    """``schema`` with a pattern beside the formats, and other bounds of numbers, where the library takes values that are none.
 
     It lets 29 February through in every year, second 60 in every minute, and names of hosts of any length, where RFC 1034
     has 253 characters. Here no second is 60, and the year 0, which RFC 3339 allows and most libraries cannot read, is left
@@ -69,6 +94,7 @@ def narrow_formats(schema: Any) -> Any:
     for name in _MAPS:
         if isinstance(result.get(name), dict):
             result[name] = {key: narrow_formats(part) for key, part in result[name].items()}
+    _narrow_numbers(result)
     form, beside = result.get("format"), result.get("allOf", [])
     if isinstance(form, str) and form in _NARROWER and isinstance(beside, list):
         result["allOf"] = [*beside, {"pattern": _NARROWER[form]}]

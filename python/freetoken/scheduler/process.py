@@ -57,6 +57,10 @@ LOADING_SECONDS = 0.1
 LOG_SECONDS = 2.0
 
 
+PROFILE_STEPS = 500
+"""Steps after which a profile ends by itself: what is recorded lies in memory, some 260 KB a step, until it is written."""
+
+
 class SchedulerProcess:
     """The loop around one :class:`Scheduler`: messages in, steps, messages out."""
 
@@ -72,6 +76,8 @@ class SchedulerProcess:
         self._decode_steps = 0
         self._profile_session: Session | None = None
         self._profile_folder = ""
+        self._profile_until = 0
+        self._profile_done: ControlReply | None = None
         self.scheduler: Scheduler | None = None
         self.steps = StepLog()
         self._watchdog = Watchdog(
@@ -121,6 +127,8 @@ class SchedulerProcess:
             if self._faults.retract_every and self.steps.launched_steps % self._faults.retract_every == 0:
                 scheduler.force_retraction()
             self._watchdog.end()
+            if self._profile_session is not None and self.steps.launched_steps >= self._profile_until:
+                self._profile_done = self._end_profile(0)
         self._publish(scheduler, outputs)
         if self._stopping and not scheduler.has_work:
             self._exit = True
@@ -174,7 +182,7 @@ class SchedulerProcess:
                 scheduler.abort(None)
 
     def _profile(self, message: Profile) -> ControlReply:
-        from freetoken.profiling.session import Session, write_roles
+        from freetoken.profiling.session import Session
 
         if message.start:
             if self._profile_session is not None:
@@ -189,19 +197,29 @@ class SchedulerProcess:
             session = Session(self.runner)
             session.start()
             self._profile_session = session
+            self._profile_until = self.steps.launched_steps + PROFILE_STEPS
+            self._profile_done = None
             return ControlReply(message.call, True, "started")
-        if self._profile_session is None:
+        if self._profile_session is not None:
+            return self._end_profile(message.call)
+        done, self._profile_done = self._profile_done, None
+        if done is None:
             return ControlReply(message.call, False, "no profile is being taken")
+        return ControlReply(message.call, done.ok, done.message, info={**done.info, "steps": PROFILE_STEPS})
+
+    def _end_profile(self, call: int) -> ControlReply:
+        """Stop the profiler and write what it has; the answer to ``call``."""
+        from freetoken.profiling.session import write_roles
+
         session, self._profile_session = self._profile_session, None
+        assert session is not None
         path = Path(self._profile_folder) / f"freetoken-{int(time.time())}.trace.json"
         try:
             session.stop(path)
         except StartupError as error:
-            return ControlReply(message.call, False, str(error))
+            return ControlReply(call, False, str(error))
         roles, why = write_roles(path)
-        return ControlReply(
-            message.call, True, str(path), info={"no_roles": why} if roles is None else {"roles": str(roles)}
-        )
+        return ControlReply(call, True, str(path), info={"no_roles": why} if roles is None else {"roles": str(roles)})
 
     # --- going wrong -------------------------------------------------------------------------------------------------
 

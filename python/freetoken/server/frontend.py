@@ -85,6 +85,8 @@ class Frontend:
         self._call_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="freetoken-tokenize")
+        # Requests with a grammar wait for one another, not others for them: one may take seconds to compile.
+        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="freetoken-grammar")
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class Frontend:
             socket.close(linger=0)
         self._context.term()
         self._pool.shutdown(wait=False)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
     def _measure_vocabulary(self) -> None:
         self._longest_token = max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.size)), default=0)
@@ -249,7 +252,8 @@ class Frontend:
         """Prepare an admitted request on a thread and send its sequences; see :meth:`Generation.start`."""
         arrival = time.monotonic()
         spec = generation.spec
-        prompts = await self._loop.run_in_executor(self._pool, self.prompts.prepare, spec)
+        pool = self._grammar_pool if any(prompt.has_grammar for prompt in spec.prompts) else self._pool
+        prompts = await self._loop.run_in_executor(pool, self.prompts.prepare, spec)
         generation.check_client()
         if generation.failure is not None:
             return

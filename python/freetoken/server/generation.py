@@ -77,6 +77,12 @@ class Prompt:
     param: str = "prompt"
     tool_choice: ToolChoice = ToolChoice()
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled: the request's own, or that of tools it must call."""
+        must = self.tool_choice.mode == "required" or self.tool_choice.name is not None or not self.tool_choice.parallel
+        return self.sampling.grammar is not None or must
+
     def num_bytes(self) -> int:
         """Bytes of text to tokenise (0 for token ids)."""
         if self.chat is not None:

@@ -337,7 +337,10 @@ class Server:
 
     async def start_profile(self, request: Request) -> Response:
         """Start the profiler; ``output_dir`` says where its trace goes."""
-        folder = wire.string(await self._optional_body(request), "output_dir") or ""
+        body = await self._optional_body(request)
+        if unknown := sorted(set(body) - {"output_dir"}):
+            raise RequestError(f"{unknown[0]} is no field of this call", param=unknown[0])
+        folder = wire.string(body, "output_dir") or ""
         return await self._control(lambda call: messages.Profile(call, True, folder))
 
     async def stop_profile(self, request: Request) -> Response:
