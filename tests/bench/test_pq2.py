@@ -41,7 +41,7 @@ class FakeChain:
 
 
 def ranked() -> dict[pq2.Shape, list[PQ2Config]]:
-    return {shape: [PQ2Config("single", 8, ahead, 1, 16) for ahead in (1, 2, 3, 4)] for shape in pq2.SHAPES}
+    return {shape: [PQ2Config("single", 8, ahead, 1) for ahead in (1, 2, 3, 4)] for shape in pq2.SHAPES}
 
 
 def test_each_shape_settles_on_what_is_best_in_the_chain() -> None:

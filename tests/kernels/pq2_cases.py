@@ -14,11 +14,8 @@ def _product(
     k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128), late: bool = False
 ) -> KernelCase:
     kernel = {"single": "single:single_kernel", "fragments": "fragments:fragment_kernel"}
-    if config.kind == "fragments":
-        own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}
-        own |= {"HALVES": -(-m // 8), "WHOLE": True}
-    else:
-        own = {"ROWS": config.rows, "LANES": config.lanes}
+    own = {"HALVES": -(-m // 8)} if config.kind == "fragments" else {}
+    own |= {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps, "WHOLE": True}
     return KernelCase(
         f"pq2 {config} k={k} m={m} groups={groups}{' late' if late else ''}",
         f"{FOLDER}.{kernel[config.kind]}",
@@ -30,7 +27,7 @@ def _product(
         },
         own
         | {"K": k, "GROUP_W": groups[0], "GROUP_X": groups[1], "AHEAD": config.ahead, "EARLY": early}
-        | {"LATE": late, "ON_GPU": True},
+        | {"LATE": late, "INTERLEAVED": True, "ON_GPU": True},
         {"num_warps": config.num_warps, "num_stages": 1},
         first_arch=90 if early else 0,
         last_arch=999 if early else 89,

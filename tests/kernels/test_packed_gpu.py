@@ -80,7 +80,7 @@ def test_settings_of_the_norm_do_not_change_its_result() -> None:
 
 def test_floats_and_embedding_rows() -> None:
     op, turned = Hadamard(choice("hadamard", "triton")), rotation(HIDDEN)
-    x, table = random(5, HIDDEN), random_weight(1000, HIDDEN, "cuda")
+    x, table = random(5, HIDDEN), random_weight(1000, HIDDEN, "cuda").row_order()
     assert torch.equal(op.rotate(x, turned, 0), reference.rotate(x, turned.signs, 1024))
     assert torch.equal(op.unrotate(x, turned), reference.unrotate(x, turned.signs, 1024))
     ids = torch.tensor([999, 0, 17], device="cuda")

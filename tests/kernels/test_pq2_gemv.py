@@ -34,6 +34,10 @@ def random_weight(n: int, k: int, group: int = 128) -> PQ2Weight:
     return PQ2Weight(codes.to(DEVICE), torch.randn(n, k // group).half().to(DEVICE), group)
 
 
+def copy_of(weight: PQ2Weight) -> PQ2Weight:
+    return PQ2Weight(weight.codes.clone(), weight.scales.clone(), weight.group)
+
+
 def random_activation(m: int, k: int, group: int = 128) -> QuantisedActivation:
     return quantise_reference((torch.randn(m, k) * torch.randn(m, k).exp()).to(DEVICE), group)
 
@@ -81,6 +85,39 @@ def test_planes_hold_all_four_values() -> None:
     picked = other.rows(torch.tensor([4, 1, 4], device=DEVICE))
     assert torch.equal(picked.dequantise(), other.dequantise()[[4, 1, 4]])
     assert other.dequantise(torch.float16).dtype == torch.float16
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(8, 128, 128), (24, 640, 64)])
+def test_interleaved_rows_lie_as_stated(n: int, k: int, group: int) -> None:
+    weight = random_weight(n, k, group)
+    other = copy_of(weight)
+    changed = other.interleave()
+    assert changed.codes is other.codes and changed.scales is other.scales and changed.interleave() is changed
+    codes, scales = changed.codes.view(-1).tolist(), changed.scales.view(-1).tolist()
+    for row in range(n):
+        eighth, inner = divmod(row, 8)
+        for byte in range(k // 4):
+            place = ((eighth * (k // 128) + byte // 32) * 8 + inner) * 32 + byte % 32
+            assert codes[place] == weight.codes[row, byte].item()
+        for place in range(k // group):
+            assert scales[(eighth * (k // group) + place) * 8 + inner] == weight.scales[row, place].item()
+    back = changed.row_order()
+    assert not back.interleaved and back.row_order() is back
+    assert torch.equal(back.codes, weight.codes) and torch.equal(back.scales, weight.scales)
+    assert torch.equal(changed.dequantise(), weight.dequantise()) and torch.equal(changed.unpack(), weight.unpack())
+    index = torch.tensor([n - 1, 2], device=DEVICE)
+    assert torch.equal(changed.rows(index).dequantise(), weight.rows(index).dequantise())
+    activation = random_activation(2, k)
+    assert torch.equal(
+        reference.linear(activation, changed, torch.float32), reference.linear(activation, weight, torch.float32)
+    )
+
+
+def test_rows_that_are_no_multiple_of_eight_stay_as_they_are() -> None:
+    weight = random_weight(12, 128)
+    assert weight.interleave() is weight and not weight.interleaved
+    with pytest.raises(ValueError, match="12 rows"):
+        PQ2Weight(weight.codes, weight.scales, interleaved=True)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +238,15 @@ def test_columns_apart_are_refused() -> None:
 
 SINGLE, FRAGMENTS = "single", "fragments"
 CASES = [
-    (1, 13, 128, 128, 128, PQ2Config(SINGLE, 4, 1, 1, 2)),
-    (1, 13, 640, 128, 128, PQ2Config(SINGLE, 8, 2, 1, 4)),
-    (1, 9, 640, 64, 128, PQ2Config(SINGLE, 4, 3, 1, 2)),
-    (1, 9, 384, 64, 64, PQ2Config(SINGLE, 2, 1, 2, 8)),
-    (1, 20, 640, 128, 64, PQ2Config(SINGLE, 16, 1, 2, 16)),
-    (1, 6, 384, 128, 32, PQ2Config(SINGLE, 2, 2, 1, 1)),
-    (1, 6, 256, 64, 32, PQ2Config(SINGLE, 8, 1, 1, 4)),
-    (1, 3, 17408, 128, 128, PQ2Config(SINGLE, 4, 6, 1, 16)),
+    (1, 13, 128, 128, 128, PQ2Config(SINGLE, 8, 1, 1)),
+    (1, 13, 640, 128, 128, PQ2Config(SINGLE, 16, 2, 1)),
+    (1, 24, 640, 64, 128, PQ2Config(SINGLE, 8, 3, 1)),
+    (1, 16, 384, 64, 64, PQ2Config(SINGLE, 8, 1, 2)),
+    (1, 20, 640, 128, 64, PQ2Config(SINGLE, 16, 1, 2, row_warps=2)),
+    (1, 6, 384, 128, 32, PQ2Config(SINGLE, 8, 2, 1)),
+    (1, 8, 256, 64, 32, PQ2Config(SINGLE, 8, 1, 1)),
+    (1, 8, 17408, 128, 128, PQ2Config(SINGLE, 8, 6, 4)),
+    (1, 72, 1152, 128, 128, PQ2Config(SINGLE, 32, 2, 4, row_warps=2)),
     (1, 21, 128, 128, 128, PQ2Config(FRAGMENTS, 16, 1, 1)),
     (2, 21, 640, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 2)),
     (3, 7, 640, 64, 128, PQ2Config(FRAGMENTS, 16, 3, 1)),
@@ -217,11 +255,11 @@ CASES = [
     (16, 17, 256, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 1)),
     (5, 10, 256, 128, 32, PQ2Config(FRAGMENTS, 16, 2, 1)),
     (13, 10, 128, 64, 32, PQ2Config(FRAGMENTS, 16, 1, 1)),
-    (3, 3, 5120, 128, 128, PQ2Config(FRAGMENTS, 16, 2, 8)),
-    (8, 70, 640, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 4, row_warps=2)),
+    (3, 8, 5120, 128, 128, PQ2Config(FRAGMENTS, 16, 2, 8)),
+    (8, 72, 640, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 4, row_warps=2)),
     (20, 67, 384, 128, 128, PQ2Config(FRAGMENTS, 64, 1, 2, row_warps=2)),
-    (32, 33, 384, 64, 128, PQ2Config(FRAGMENTS, 64, 2, 4, row_warps=4)),
-    (25, 17, 256, 128, 32, PQ2Config(FRAGMENTS, 32, 1, 4, row_warps=2)),
+    (32, 40, 384, 64, 128, PQ2Config(FRAGMENTS, 64, 2, 4, row_warps=4)),
+    (25, 24, 256, 128, 32, PQ2Config(FRAGMENTS, 32, 1, 4, row_warps=2)),
 ]
 
 
@@ -232,6 +270,7 @@ def case_name(case: Any) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_kernel_equals_reference(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interleaved rows, where they can be, and then one row after the other."""
     m, n, k, w_group, x_group, config = case
     weight, activation = random_weight(n, k, w_group), random_activation(m, k, x_group)
     weight.scales[0] = 0.0
@@ -242,8 +281,13 @@ def test_kernel_equals_reference(case: Any, monkeypatch: pytest.MonkeyPatch) -> 
         activation = tiles = activation.tiled()
         tiles.words.view(-1, tiles.words.shape[1], 2, 8, 4, 4)[:, -1, :, (m - 1) % 8 + 1 :] = -1
         tiles.beside[:, m:] = 0x7FC00000
+    interleaved = copy_of(weight).interleave()
+    assert interleaved.interleaved == (n % 8 == 0)
     with poisoned_outputs(monkeypatch):
-        actual = launcher.linear(activation, weight, torch.float32, config=config)
+        actual = launcher.linear(activation, interleaved, torch.float32, config=config)
+        if interleaved.interleaved:
+            rows = launcher.linear(activation, weight, torch.float32, config=config)
+            assert torch.equal(rows, actual)
     expected = reference.linear(activation, weight, torch.float32)
     assert actual.shape == (m, n)
     assert not actual[:, 0].any()
@@ -280,7 +324,7 @@ def test_huge_and_tiny_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     activation = quantise_reference(
         torch.randn(2, 256, device=DEVICE) * torch.tensor([[1e25], [1e-25]], device=DEVICE), 128
     )
-    for tokens, config in ((slice(0, 1), PQ2Config(SINGLE, 8, 1, 1, 4)), (slice(0, 2), PQ2Config(FRAGMENTS, 16, 1, 2))):
+    for tokens, config in ((slice(0, 1), PQ2Config(SINGLE, 8, 1, 1)), (slice(0, 2), PQ2Config(FRAGMENTS, 16, 1, 2))):
         part = QuantisedActivation(
             activation.values[tokens], activation.scales[tokens], activation.sums[tokens], activation.group
         )
@@ -364,12 +408,12 @@ def test_public_calls() -> None:
 def test_settings_that_cannot_run_are_refused() -> None:
     weight = random_weight(8, 256)
     for m, config in (
-        (2, PQ2Config(SINGLE, 4, 1, 1, 4)),
+        (2, PQ2Config(SINGLE, 8, 1, 1)),
         (33, PQ2Config(FRAGMENTS, 16, 1, 1)),
         (8, PQ2Config(FRAGMENTS, 32, 1, 2, row_warps=4)),
         (8, PQ2Config(FRAGMENTS, 16, 1, 2, row_warps=2)),
-        (1, PQ2Config(SINGLE, 4, 2, 1, 4)),
-        (1, PQ2Config(SINGLE, 3, 1, 1, 4)),
+        (1, PQ2Config(SINGLE, 8, 2, 1)),
+        (1, PQ2Config(SINGLE, 4, 1, 1)),
         (1, PQ2Config(FRAGMENTS, 8, 1, 1)),
     ):
         with pytest.raises(ValueError, match="cannot run"):
@@ -391,7 +435,7 @@ def test_tables_round_trip_and_lies_are_refused(tmp_path: Path) -> None:
     configs.write_table(path, 'a "card"', settings)
     assert configs.read_table(path) == settings
     assert json.loads(path.read_text())["card"] == 'a "card"'
-    row = {"n": 8, "k": 128, "tokens": 1, "kind": SINGLE, "rows": 4, "ahead": 1, "num_warps": 1, "lanes": 2}
+    row = {"n": 8, "k": 128, "tokens": 1, "kind": SINGLE, "rows": 8, "ahead": 1, "num_warps": 1}
     for change in ({"rows": 3}, {"ahead": 9}, {"kind": "many"}, {"row_warps": 2}, {"k": "x"}, {"speed": 1}):
         path.write_text(json.dumps({"settings": [row | change]}))
         with pytest.raises(configs.TableError):
@@ -405,7 +449,7 @@ def test_tables_round_trip_and_lies_are_refused(tmp_path: Path) -> None:
 def test_a_table_is_used_for_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "TABLES", tmp_path)
     configs.forget_tables()
-    chosen = PQ2Config(SINGLE, 2, 1, 1, 2)
+    chosen = PQ2Config(SINGLE, 32, 1, 1)
     configs.write_table(configs.table_path((9, 0)), "card", {(8, 128, 1): chosen})
     assert configs.pick_config(8, 128, 1, (9, 0)) == chosen
     assert configs.pick_config(8, 128, 1, (8, 0)) == configs.default_config(8, 128, 1)
@@ -422,7 +466,7 @@ def test_tables_in_the_package_are_good() -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES_27B)
 def test_true_shapes_in_a_replayed_graph(n: int, k: int) -> None:
     """Every number of tokens: against the reference, and a replay with changed inputs against an eager call."""
-    weight = random_weight(n, k)
+    weight = random_weight(n, k).interleave()
     torch.manual_seed(n + k)
     for m in (*range(1, 17), 24, 31, 32):
         activation, other = random_activation(m, k), random_activation(m, k)
@@ -457,12 +501,15 @@ def test_every_kernel_is_exact_on_the_gpu(groups: tuple[int, int]) -> None:
         for config in dict.fromkeys([*found[:: max(1, len(found) // 2)], configs.default_config(130, k, 2)]):
             actual = launcher.linear(activation, weight, torch.float32, config=config)
             assert torch.equal(actual.double(), expected), config
+            some = copy_of(weight.rows(torch.arange(128, device=DEVICE))).interleave()
+            actual = launcher.linear(activation, some, torch.float32, config=config)
+            assert torch.equal(actual.double(), expected[:, :128]), config
 
 
 @pytest.mark.gpu
 def test_a_chain_of_early_launches_is_ordered() -> None:
     """Quantise, multiply, quantise, ... in one graph: each kernel starts early and must still see what the one before wrote."""
-    weights = [random_weight(2048, 2048) for _ in range(12)]
+    weights = [random_weight(2048, 2048).interleave() for _ in range(12)]
     for m in (1, 8, 32):
         start = torch.randn(m, 2048, device="cuda").bfloat16()
 

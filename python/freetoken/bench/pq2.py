@@ -25,6 +25,7 @@ from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, Quantised, candidat
 from freetoken.kernels.pq2_gemv import triton as product
 from freetoken.kernels.pq2_gemv.configs import CLASSES, forget_tables, read_table, table_path, write_table
 from freetoken.kernels.pq2_gemv.quantiser import quantise
+from freetoken.kernels.pq2_gemv.weight import INTERLEAVE
 
 Shape = tuple[int, int]
 Settings = dict[Shape, PQ2Config]
@@ -47,10 +48,10 @@ def model_order(layers: int = LAYERS, shapes: tuple[Shape, ...] = SHAPES) -> lis
 
 
 def random_weight(n: int, k: int, device: str, group: int = GROUP) -> PQ2Weight:
-    """Codes in all four values, scales such that outputs are of the size of inputs."""
+    """Codes in all four values, scales such that outputs are of the size of inputs; interleaved as a model's are."""
     codes = torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=device)
     scales = (torch.rand(n, k // group, device=device) + 0.5) / k**0.5
-    return PQ2Weight(codes, scales.half(), group)
+    return PQ2Weight(codes, scales.half(), group, interleaved=n % INTERLEAVE == 0)
 
 
 def graph_of(calls: Callable[[], object]) -> Any:

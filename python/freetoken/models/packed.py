@@ -169,6 +169,10 @@ class PackedLinear:
         other = small(fed.plain)
         return self(fed), other
 
+    def interleave(self) -> None:
+        """Interleave the weight's rows where they can be: :attr:`slots` are of no more use then."""
+        self.weight = self.weight.interleave()
+
     def planes(self) -> dict[str, torch.Tensor]:
         """The tensors whose rows are outputs, by the kind in their checkpoint names."""
         found = {"codes": self.weight.codes, "scales": self.weight.scales}
@@ -263,6 +267,11 @@ class PackedHead:
         self.feed = feed
         self.weight = empty_planes(place, *shape, group, name) if tied is None else tied
         self.slots = plane_slots(name, self.weight, 0, shape[0]) if tied is None else {}
+
+    def interleave(self) -> None:
+        """As :meth:`PackedLinear.interleave`; an embedding's table stays as it is, since single rows are taken of it."""
+        if self.slots:
+            self.weight = self.weight.interleave()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [S, H]`` to float32 ``[S, V]``."""

@@ -39,7 +39,7 @@ class DecodeConfig:
     splits: int
     num_warps: int
     num_stages: int
-    ahead: int = 4
+    ahead: int = 2
 
 
 @dataclass(frozen=True)

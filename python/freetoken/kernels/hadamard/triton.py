@@ -321,7 +321,9 @@ def rotate(
 def embed(
     ids: torch.Tensor, table: PQ2Weight, signs: torch.Tensor | None, block: int, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """As :func:`freetoken.kernels.hadamard.reference.embed`; ``ids`` contiguous."""
+    """As :func:`freetoken.kernels.hadamard.reference.embed`; ``ids`` contiguous. ``ValueError`` for an interleaved table."""
+    if table.interleaved:
+        raise ValueError("the rows of a table that ids choose from are not interleaved")
     tokens, width = ids.shape[0], table.in_features
     require_shape(width, signs, block)
     out = torch.empty((tokens, width), dtype=out_dtype, device=table.codes.device)

@@ -19,6 +19,7 @@ from freetoken.kernels.pq2_gemm.config import (
     pick_slice,
 )
 from freetoken.kernels.pq2_gemv.activation import QuantisedActivation
+from freetoken.kernels.pq2_gemv.order import along_row, row_codes, row_scales
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
 FLOAT_BLOCK = 64
@@ -149,15 +150,17 @@ def _ones(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """What codes count too much: the product of weights that are all one scale, ``[BLOCK_N, BLOCK_M]``, over groups of K from
     ``begin`` to ``end``. Float16 scales are exact in TF32, and what they meet is cut into two TF32 parts."""
     GROUPS: tl.constexpr = 16
+    APART: tl.constexpr = 8 if INTERLEAVED else 1
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in tl.range(begin, end, GROUPS):
         group = first + tl.arange(0, GROUPS)
         inside = (group < end)[None, :]
-        d_w = tl.load(w_scale[:, None] + (group * GROUP // GROUP_W)[None, :], mask=inside, other=0.0).to(tl.float32)
+        d_w = tl.load(w_scale[:, None] + (group * GROUP // GROUP_W * APART)[None, :], mask=inside, other=0.0).to(tl.float32)
         place = (group * GROUP // GROUP_X)[None, :]
         d_x = tl.load(x_scale[:, None] + place, mask=inside, other=0.0)
         u = tl.trans(d_x * tl.load(x_sum[:, None] + place, mask=inside, other=0).to(tl.float32))
@@ -230,6 +233,7 @@ def int8_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     SIGNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -240,32 +244,36 @@ def int8_kernel(
     their rows fill the 64 that a warp group's product has. Rows and tokens past the end repeat the last one.
     """
     STEPS: tl.constexpr = (K // GROUP + SPLIT_K - 1) // SPLIT_K
+    APART: tl.constexpr = 8 if INTERLEAVED else 1
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
     row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = values_ptr + token_in[:, None] * K + tl.arange(0, GROUP)[None, :]
-    w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, GROUP // 4)[None, :]
+    w_row = codes_ptr + row_codes(row_in, K, INTERLEAVED)
+    w_tile = w_row[:, None] + tl.arange(0, GROUP // 4)[None, :]
     x_scale = x_scales_ptr + token_in * (K // GROUP_X)
-    w_scale = w_scales_ptr + row_in * (K // GROUP_W)
+    w_scale = w_scales_ptr + row_scales(row_in, K, GROUP_W, INTERLEAVED)
     begin = tl.program_id(2) * STEPS
     end = tl.minimum(begin + STEPS, K // GROUP)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (GROUP // 4))
+        _ask_ahead(w_row + along_row(begin, GROUP // 4, INTERLEAVED))
         tl.extra.cuda.gdc_wait()
     # Stages are stated here and not only at the launch: then the scales of the tokens are copied ahead, too.
     for step in tl.range(begin, end, num_stages=STAGES):
-        codes = tl.load(w_tile + step * (GROUP // 4))
+        codes = tl.load(w_tile + along_row(step, GROUP // 4, INTERLEAVED))
         x = tl.load(x_tile + step * GROUP)
-        d_w = tl.load(w_scale + step * GROUP // GROUP_W).to(tl.float32)
+        d_w = tl.load(w_scale + step * GROUP // GROUP_W * APART).to(tl.float32)
         d_x = tl.load(x_scale + step * GROUP // GROUP_X)
         part = tl.dot(_values(codes, BLOCK_N, GROUP, SIGNED, True, ON_GPU), tl.trans(x), out_dtype=tl.int32)
         total += part.to(tl.float32) * (d_w[:, None] * d_x[None, :])
     if not SIGNED:
         x_sum = sums_ptr + token_in * (K // GROUP_X)
-        total -= _ones(x_scale, x_sum, w_scale, begin, end, GROUP_X, GROUP_W, GROUP, BLOCK_N, BLOCK_M)
+        total -= _ones(
+            x_scale, x_sum, w_scale, begin, end, GROUP_X, GROUP_W, GROUP, BLOCK_N, BLOCK_M, INTERLEAVED
+        )
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
@@ -286,59 +294,69 @@ def float_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """``out [m, n]`` from float activations ``[m, K]`` and weights rounded to their type; sums are float32. As :func:`int8_kernel`."""
     STORAGE: tl.constexpr = x_ptr.dtype.element_ty
     STEPS: tl.constexpr = (K // BLOCK_K + SPLIT_K - 1) // SPLIT_K
+    APART: tl.constexpr = 8 if INTERLEAVED else 1
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_in = tl.minimum(token, m - 1).to(tl.int64)
     row_in = tl.minimum(row, n - 1).to(tl.int64)
     x_tile = x_ptr + token_in[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    w_tile = codes_ptr + row_in[:, None] * (K // 4) + tl.arange(0, BLOCK_K // 4)[None, :]
-    w_scale = w_scales_ptr + row_in * (K // GROUP_W)
+    w_row = codes_ptr + row_codes(row_in, K, INTERLEAVED)
+    w_tile = w_row[:, None] + tl.arange(0, BLOCK_K // 4)[None, :]
+    w_scale = w_scales_ptr + row_scales(row_in, K, GROUP_W, INTERLEAVED)
     begin = tl.program_id(2) * STEPS
     end = tl.minimum(begin + STEPS, K // BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        _ask_ahead(codes_ptr + row_in * (K // 4) + begin * (BLOCK_K // 4))
+        _ask_ahead(w_row + along_row(begin, BLOCK_K // 4, INTERLEAVED))
         tl.extra.cuda.gdc_wait()
     for step in tl.range(begin, end, num_stages=STAGES):
-        codes = tl.load(w_tile + step * (BLOCK_K // 4))
+        codes = tl.load(w_tile + along_row(step, BLOCK_K // 4, INTERLEAVED))
         x = tl.load(x_tile + step * BLOCK_K)
-        d_w = tl.load(w_scale + step * BLOCK_K // GROUP_W).to(tl.float32)
+        d_w = tl.load(w_scale + step * BLOCK_K // GROUP_W * APART).to(tl.float32)
         w = _values(codes, BLOCK_N, BLOCK_K, True, False, ON_GPU).to(tl.float32) * d_w[:, None]
         total = tl.dot(w.to(STORAGE), tl.trans(x), total, input_precision="ieee")
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def decode_kernel(
     codes_ptr,
     scales_ptr,
     out_ptr,
+    begin,
     rows,
     K: tl.constexpr,
     GROUP_W: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ON_GPU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``out [rows, K]`` of decoded weights. Grid ``(ceil(K / WIDTH), ceil(rows / ROWS))``; all planes contiguous."""
+    """``out [rows, K]`` of weights decoded from row ``begin`` on. Grid ``(ceil(K / WIDTH), ceil(rows / ROWS))``."""
     GROUPS: tl.constexpr = WIDTH // GROUP_W
+    APART: tl.constexpr = 8 if INTERLEAVED else 1
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     first = tl.program_id(0) * WIDTH
     byte = first // 4 + tl.arange(0, WIDTH // 4)
     group = first // GROUP_W + tl.arange(0, GROUPS)
     column = first + tl.arange(0, WIDTH)
     here = row[:, None] < rows
-    codes = tl.load(codes_ptr + row[:, None] * (K // 4) + byte[None, :], mask=here & (byte[None, :] < K // 4), other=0)
+    codes = tl.load(
+        codes_ptr + row_codes(begin + row, K, INTERLEAVED)[:, None] + along_row(byte, 1, INTERLEAVED)[None, :],
+        mask=here & (byte[None, :] < K // 4),
+        other=0,
+    )
     scales = tl.load(
-        scales_ptr + row[:, None] * (K // GROUP_W) + group[None, :],
+        scales_ptr + row_scales(begin + row, K, GROUP_W, INTERLEAVED)[:, None] + (group * APART)[None, :],
         mask=here & (group[None, :] < K // GROUP_W),
         other=0.0,
     )
@@ -378,6 +396,7 @@ def int8_linear(
         GROUP=group,
         # The sums of activations are those of their groups, and of no part of one.
         SIGNED=config.signed or group < activation.group,
+        INTERLEAVED=weight.interleaved,
         **_settings(config, early, out.is_cuda),
     )
     return out
@@ -403,6 +422,7 @@ def float_linear(
         K=k,
         GROUP_W=weight.group,
         BLOCK_K=FLOAT_BLOCK,
+        INTERLEAVED=weight.interleaved,
         **_settings(config, early, out.is_cuda),
     )
     return out
@@ -428,14 +448,16 @@ def decode_rows(weight: PQ2Weight, first: int, rows: int, out: torch.Tensor) -> 
     k = weight.in_features
     early = launch.early(out)
     decode_kernel[(triton.cdiv(k, DECODE_WIDTH), triton.cdiv(rows, DECODE_ROWS))](
-        weight.codes[first:],
-        weight.scales[first:],
+        weight.codes,
+        weight.scales,
         out,
+        first,
         rows,
         K=k,
         GROUP_W=weight.group,
         ROWS=DECODE_ROWS,
         WIDTH=DECODE_WIDTH,
+        INTERLEAVED=weight.interleaved,
         ON_GPU=out.is_cuda,
         EARLY=early,
         launch_pdl=early,

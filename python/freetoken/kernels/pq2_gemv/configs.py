@@ -16,7 +16,11 @@ MAX_TOKENS = 32
 """Tokens up to which these kernels run."""
 CLASSES = (1, 8, 16, 32)
 """Settings are kept for up to this many tokens each."""
-PIECE, BLOCK, TILE = 64, 128, 16
+PIECE, BLOCK = 64, 128
+TILE = {"single": 8, "fragments": 16}
+"""Rows of a tile, by kind."""
+STEP = {"single": 4 * PIECE, "fragments": BLOCK}
+"""Columns that a warp takes at a step."""
 TABLES = Path(__file__).parent / "tables"
 
 Capability = tuple[int, int]
@@ -28,16 +32,14 @@ class PQ2Config:
     """Settings of one launch.
 
     ``kind`` is the kernel: ``single`` (one token) or ``fragments`` (tensor cores).
-    ``rows`` of the weight a program; ``ahead`` steps of K are on their way at a time; ``num_warps`` warps a program. ``lanes``
-    pieces of 64 weights along K a step, without tensor cores; with them a step is a block of 128 for each warp, and ``row_warps``
-    warps have rows of their own, the others parts of K.
+    ``rows`` of the weight a program; ``ahead`` steps of K are on their way at a time; ``num_warps`` warps a program, of which
+    ``row_warps`` have rows of their own, the others parts of K.
     """
 
     kind: Kind
     rows: int
     ahead: int
     num_warps: int
-    lanes: int = 0
     row_warps: int = 1
 
     @property
@@ -47,21 +49,18 @@ class PQ2Config:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 16 rows a warp, with tensor cores."""
-        return self.rows // (TILE * self.row_warps)
+        """Tiles of rows a warp."""
+        return self.rows // (TILE[self.kind] * self.row_warps)
 
     def steps(self, k: int) -> int:
         """Steps along K."""
-        if self.kind == "fragments":
-            return -(-k // (BLOCK * self.k_warps))
-        return -(-k // (PIECE * self.lanes))
+        return -(-k // (STEP[self.kind] * self.k_warps))
 
     def legal(self, k: int) -> bool:
         """Whether the kernel can run so at all."""
-        sizes = (self.rows, self.num_warps, self.lanes or 1, self.row_warps)
+        sizes = (self.rows, self.num_warps, self.row_warps)
         powers = all(value > 0 and value & (value - 1) == 0 for value in sizes)
-        fits = self.num_warps >= self.row_warps and self.tiles > 0 if self.kind == "fragments" else self.row_warps == 1
-        return powers and fits and 1 <= self.ahead <= self.steps(k)
+        return powers and self.num_warps >= self.row_warps and self.tiles > 0 and 1 <= self.ahead <= self.steps(k)
 
 
 class TableError(FreetokenError):
@@ -128,17 +127,16 @@ def pick_config(n: int, k: int, m: int, capability: Capability | None = None) ->
 def default_config(n: int, k: int, m: int) -> PQ2Config:
     """Settings for a card nobody has measured: enough programs for small weights, few registers."""
     if m == 1:
-        lanes = 16
-        while lanes > 1 and lanes > k // PIECE:
-            lanes //= 2
-        per_thread = 4 if n >= 8192 else 2
-        config = PQ2Config("single", max(1, per_thread * 64 // lanes), 1, 2, lanes)
-        return _with_ahead(config, k, 2 if per_thread == 4 else 3)
+        warps = 4
+        while warps > 1 and warps > -(-k // STEP["single"]):
+            warps //= 2
+        config = PQ2Config("single", 32 if n >= 8192 else 16, 1, warps)
+        return _with_ahead(config, k, 2 if n >= 8192 else 3)
     # Many tokens want many rows a program, which share them; few programs want to share K.
     row_warps, warps = (2, 8) if n >= 8192 else (1, 8)
     while warps > row_warps and warps // row_warps > k // BLOCK:
         warps //= 2
-    return _with_ahead(PQ2Config("fragments", TILE * row_warps, 1, warps, row_warps=row_warps), k, 3 if m <= 16 else 2)
+    return _with_ahead(PQ2Config("fragments", TILE["fragments"] * row_warps, 1, warps, row_warps=row_warps), k, 3 if m <= 16 else 2)
 
 
 def _with_ahead(config: PQ2Config, k: int, ahead: int) -> PQ2Config:
@@ -157,21 +155,20 @@ def candidates(n: int, k: int, m: int, capability: Capability | None = None) -> 
 
 
 def _single_candidates(n: int, k: int) -> Iterable[PQ2Config]:
-    for lanes, warps, per_thread in itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4, 8)):
-        rows = per_thread * 32 * warps // lanes
-        steps = PQ2Config("single", rows, 1, warps, lanes).steps(k)
-        wasted = steps * lanes * PIECE > 1.25 * k
-        rare = warps > 1 and per_thread not in (2, 4)
-        if lanes > 32 * warps or wasted or rare or n < 4 * rows:
+    for row_warps, k_warps, tiles in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8)):
+        warps, rows = row_warps * k_warps, TILE["single"] * tiles * row_warps
+        steps = PQ2Config("single", rows, 1, warps, row_warps).steps(k)
+        wasted = steps * k_warps * STEP["single"] > 1.25 * k
+        if wasted or warps > 8 or n < 4 * rows:
             continue
         for ahead in _depths(steps):
-            if 4 <= per_thread * ahead <= 20:
-                yield PQ2Config("single", rows, ahead, warps, lanes)
+            if 4 <= tiles * ahead <= 16:
+                yield PQ2Config("single", rows, ahead, warps, row_warps)
 
 
 def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
     for row_warps, k_warps, tiles in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
-        warps, rows = row_warps * k_warps, TILE * tiles * row_warps
+        warps, rows = row_warps * k_warps, TILE["fragments"] * tiles * row_warps
         steps = PQ2Config("fragments", rows, 1, warps, row_warps=row_warps).steps(k)
         wasted = steps * k_warps * BLOCK > 1.25 * k
         if wasted or not 2 <= warps <= 8 or n < 64 * rows:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.pq2_gemv.order import along_row, row_codes, row_scales
 from freetoken.kernels.pq2_gemv.single import four_words, one_half
 
 SHIFT = tl.constexpr(12582912.0)
@@ -127,16 +128,25 @@ def _keep(x, wanted):
 
 @triton.jit
 def _ask(
-    codes, codes8, scales, scales8, ahead: tl.constexpr, K: tl.constexpr, GROUP_W: tl.constexpr, ON_GPU: tl.constexpr
+    codes,
+    codes8,
+    scales,
+    scales8,
+    ahead: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_W: tl.constexpr,
+    APART: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
-    """Codes and scales of one block of 128 weights, ``ahead`` rows past the pointers' rows g and g + 8."""
+    """Codes and scales of one block of 128 weights, ``ahead`` rows (in eights) past the pointers' rows g and g + 8; ``APART`` from scale to
+    scale."""
     low, high = _two_words(codes + ahead * (K // 16), ON_GPU)
     low8, high8 = _two_words(codes8 + ahead * (K // 16), ON_GPU)
     first, first8 = scales + ahead * (K // GROUP_W), scales8 + ahead * (K // GROUP_W)
     d0, d8 = one_half(first, ON_GPU), one_half(first8, ON_GPU)
     e0, e8 = d0, d8
     if GROUP_W == 64:
-        e0, e8 = one_half(first + 1, ON_GPU), one_half(first8 + 1, ON_GPU)
+        e0, e8 = one_half(first + APART, ON_GPU), one_half(first8 + APART, ON_GPU)
     return (low, high, low8, high8), d0, d8, e0, e8
 
 
@@ -177,24 +187,27 @@ def _ask_tiles(
     TILES: tl.constexpr,
     K_WARPS: tl.constexpr,
     WHOLE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """:func:`_ask` for every tile of 16 rows.
 
     The block is added to a pointer before constant distances are, which then need no register.
     """
+    APART: tl.constexpr = 8 if INTERLEAVED else 1
     block = _block(step, part, K // 128, K_WARPS)
-    groups = block * (128 // GROUP_W)
+    words = along_row(block, 32, INTERLEAVED) // 4
+    groups = block * (128 // GROUP_W * APART)
     asked = ()
     for tile in tl.static_range(TILES):
         if WHOLE:
-            codes, scales = rows[0][0] + block * 8, rows[0][1] + groups
+            codes, scales = rows[0][0] + words, rows[0][1] + groups
             codes8, scales8 = codes + 8 * (K // 16), scales + 8 * (K // GROUP_W)
-            asked += (_ask(codes, codes8, scales, scales8, tile * 16, K, GROUP_W, ON_GPU),)
+            asked += (_ask(codes, codes8, scales, scales8, tile * 16, K, GROUP_W, APART, ON_GPU),)
         else:
             codes, scales, codes8, scales8 = rows[tile]
-            codes, codes8, scales, scales8 = codes + block * 8, codes8 + block * 8, scales + groups, scales8 + groups
-            asked += (_ask(codes, codes8, scales, scales8, 0, K, GROUP_W, ON_GPU),)
+            codes, codes8, scales, scales8 = codes + words, codes8 + words, scales + groups, scales8 + groups
+            asked += (_ask(codes, codes8, scales, scales8, 0, K, GROUP_W, APART, ON_GPU),)
     return asked
 
 
@@ -317,20 +330,24 @@ def _row_pointers(
     GROUP_W: tl.constexpr,
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Pointers to a lane's first codes and to the scales: of row g where programs are ``WHOLE``, else for every tile those of rows g
     and g + 8."""
     word = lane % 4 * 2
     if WHOLE:
         row = (first_row + lane // 4).to(tl.int64)
-        return ((codes_ptr + row * (K // 16) + word, scales_ptr + row * (K // GROUP_W)),)
+        codes = codes_ptr + row_codes(row, K, INTERLEAVED) // 4 + word
+        return ((codes, scales_ptr + row_scales(row, K, GROUP_W, INTERLEAVED)),)
     else:
         rows = ()
         for tile in tl.static_range(TILES):
             low = tl.minimum(first_row + tile * 16 + lane // 4, n - 1).to(tl.int64)
             high = tl.minimum(first_row + tile * 16 + 8 + lane // 4, n - 1).to(tl.int64)
-            codes, codes8 = codes_ptr + low * (K // 16) + word, codes_ptr + high * (K // 16) + word
-            rows += ((codes, scales_ptr + low * (K // GROUP_W), codes8, scales_ptr + high * (K // GROUP_W)),)
+            codes = codes_ptr + row_codes(low, K, INTERLEAVED) // 4 + word
+            codes8 = codes_ptr + row_codes(high, K, INTERLEAVED) // 4 + word
+            scales = scales_ptr + row_scales(low, K, GROUP_W, INTERLEAVED)
+            rows += ((codes, scales, codes8, scales_ptr + row_scales(high, K, GROUP_W, INTERLEAVED)),)
         return rows
 
 
@@ -379,6 +396,7 @@ def fragment_kernel(
     HALVES: tl.constexpr,
     AHEAD: tl.constexpr,
     WHOLE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     EARLY: tl.constexpr,
     LATE: tl.constexpr,
     ON_GPU: tl.constexpr,
@@ -398,7 +416,7 @@ def fragment_kernel(
     if WHOLE:
         first_row = tl.minimum(first_row, n - 16 * TILES * ROW_WARPS)
     mine = first_row + warp % ROW_WARPS * (16 * TILES)
-    rows = _row_pointers(codes_ptr, scales_ptr, mine, lane, n, K, GROUP_W, TILES, WHOLE)
+    rows = _row_pointers(codes_ptr, scales_ptr, mine, lane, n, K, GROUP_W, TILES, WHOLE, INTERLEAVED)
     activation = (words_ptr + lane * 4, beside_ptr + lane % 4 * 4)
     nothing = tl.zeros((ROW_WARPS * K_WARPS, 32), tl.float32)
     totals = ()
@@ -411,7 +429,7 @@ def fragment_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     asked = ()
     for step in tl.static_range(AHEAD):
-        asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU),)
+        asked += (_ask_tiles(rows, step, part, K, GROUP_W, TILES, K_WARPS, WHOLE, INTERLEAVED, ON_GPU),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if EARLY and LATE:
@@ -420,20 +438,27 @@ def fragment_kernel(
         _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
         _ask_tokens(activation, 1 % HALVES, 1 // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
     )
-    # One step a round: more of them would be interleaved, which costs registers.
-    for step in tl.range(0, STEPS - AHEAD):
+    # One step a round: more of them are interleaved, which costs registers, and pays only where these hold few warps anyway.
+    UNROLL: tl.constexpr = AHEAD if TILES > 1 and HALVES == 4 else 1
+    ROUNDS: tl.constexpr = (STEPS - AHEAD) // UNROLL
+    for turn in tl.range(0, ROUNDS):
+        for i in tl.static_range(UNROLL):
+            totals, tokens = _add_block(
+                totals, asked[0], activation, tokens, turn * UNROLL + i, part, lane,
+                K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
+            )  # fmt: skip
+            further = turn * UNROLL + i + AHEAD
+            new = _ask_tiles(rows, further, part, K, GROUP_W, TILES, K_WARPS, WHOLE, INTERLEAVED, ON_GPU)
+            asked = _moved_up(asked, new, AHEAD)
+    for step in tl.range(ROUNDS * UNROLL, STEPS):
         totals, tokens = _add_block(
             totals, asked[0], activation, tokens, step, part, lane,
             K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
         )  # fmt: skip
-        new = _ask_tiles(rows, step + AHEAD, part, K, GROUP_W, TILES, K_WARPS, WHOLE, ON_GPU)
+        new = asked[0]
+        if UNROLL > 1:
+            new = _ask_tiles(rows, step + AHEAD, part, K, GROUP_W, TILES, K_WARPS, WHOLE, INTERLEAVED, ON_GPU)
         asked = _moved_up(asked, new, AHEAD)
-    for step in tl.range(STEPS - AHEAD, STEPS):
-        totals, tokens = _add_block(
-            totals, asked[0], activation, tokens, step, part, lane,
-            K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
-        )  # fmt: skip
-        asked = _moved_up(asked, asked[0], AHEAD)
     for half in tl.static_range(HALVES):
         for tile in tl.static_range(TILES):
             _store(totals[half][tile], out_ptr, first_row + tile * 16, half * 8, m, n, TILES, ROW_WARPS)

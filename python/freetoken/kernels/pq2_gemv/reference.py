@@ -15,7 +15,7 @@ def linear(activation: Quantised, weight: PQ2Weight, out_dtype: torch.dtype) -> 
 
     A group is the smaller one of the two sides. The integers are exact, as float32 holds them; the rest is float32.
     """
-    activation = activation.rows()
+    activation, weight = activation.rows(), weight.row_order()
     group = math.gcd(activation.group, weight.group)
     q = activation.natural()
     total = torch.zeros(activation.tokens, weight.out_features, dtype=torch.float32, device=q.device)

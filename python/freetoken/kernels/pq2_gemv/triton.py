@@ -12,7 +12,7 @@ from freetoken.kernels.pq2_gemv.activation import Quantised
 from freetoken.kernels.pq2_gemv.configs import MAX_TOKENS, PQ2Config, pick_config
 from freetoken.kernels.pq2_gemv.fragments import fragment_kernel
 from freetoken.kernels.pq2_gemv.single import single_kernel
-from freetoken.kernels.pq2_gemv.weight import PQ2Weight
+from freetoken.kernels.pq2_gemv.weight import INTERLEAVE, PQ2Weight
 
 POINTERS = {
     "single": (torch.int32, torch.int32, torch.int32, torch.int32, torch.float16),
@@ -22,20 +22,28 @@ POINTERS = {
 
 
 def _settings(
-    config: PQ2Config, n: int, k: int, group_w: int, group_x: int, tokens: int, early: bool, late: bool = False
+    config: PQ2Config,
+    n: int,
+    k: int,
+    group_w: int,
+    group_x: int,
+    tokens: int,
+    early: bool,
+    late: bool = False,
+    interleaved: bool = True,
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options."""
-    own: dict[str, Any]
-    if config.kind == "fragments":
-        own = {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps}
-        own |= {"HALVES": -(-tokens // 8), "WHOLE": n >= config.rows}
-    else:
-        own = {"ROWS": config.rows, "LANES": config.lanes}
+    own = {"HALVES": -(-tokens // 8)} if config.kind == "fragments" else {}
     return own | {
         "K": k,
         "GROUP_W": group_w,
         "GROUP_X": group_x,
+        "TILES": config.tiles,
+        "ROW_WARPS": config.row_warps,
+        "K_WARPS": config.k_warps,
         "AHEAD": config.ahead,
+        "WHOLE": n >= config.rows,
+        "INTERLEAVED": interleaved,
         "EARLY": early,
         "LATE": late,
         "launch_pdl": early,
@@ -56,7 +64,7 @@ def compile_only(
     config: PQ2Config, n: int, k: int, m: int, group_w: int, group_x: int, out_dtype: torch.dtype, early: bool
 ) -> Any:
     """Compile what :func:`linear` would launch on the current CUDA device, into the compiler's cache; the compiled kernel."""
-    settings = _settings(config, n, k, group_w, group_x, m, early)
+    settings = _settings(config, n, k, group_w, group_x, m, early, interleaved=n % INTERLEAVE == 0)
     sizes = _sizes(config, m, n)
     return _kernel(config).warmup(*POINTERS[config.kind], out_dtype, *sizes, ON_GPU=True, grid=(1,), **settings)
 
@@ -98,7 +106,7 @@ def linear(
         out,
         *_sizes(config, m, n),
         ON_GPU=weight.codes.is_cuda,
-        **_settings(config, n, k, weight.group, activation.group, m, early, late),
+        **_settings(config, n, k, weight.group, activation.group, m, early, late, weight.interleaved),
     )
     if config.kind == "fragments":
         launch.prefer_cache(launched)

@@ -9,6 +9,9 @@ import torch
 WEIGHT_GROUPS = (64, 128)
 BLOCK = 128
 """K is a multiple of this, whatever the group."""
+INTERLEAVE = 8
+"""Rows that lie interleaved in the order that kernels read fastest."""
+BLOCK_BYTES = BLOCK // 4
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,16 @@ class PQ2Weight:
     and the next. ``scales`` is float16 ``[N, K/group]``, one for ``group`` (64 or 128) neighbours along K. Both planes are
     contiguous, so joining projections is joining rows; on a GPU codes begin at a multiple of 16 bytes. ``ValueError`` for planes that
     do not fit each other.
+
+    ``interleaved`` says that in memory every eight rows lie block by block of 128 along K: codes as ``[N/8, K/128, 8, 32]`` and scales
+    as ``[N/8, K/group, 8]``, whatever the shapes of the planes. The eight rows that a warp reads together are then without gaps. N is
+    a multiple of eight; rows ``8i`` to ``8j`` of both planes are still those of the weight.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     group: int = 128
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.group not in WEIGHT_GROUPS:
@@ -44,6 +52,8 @@ class PQ2Weight:
 
         if self.codes.is_cuda and self.codes.data_ptr() % 16 != 0:
             raise ValueError("the codes of a weight on a GPU begin at a multiple of 16 bytes")
+        if self.interleaved and self.out_features % INTERLEAVE:
+            raise ValueError(f"{self.out_features} rows cannot be interleaved by {INTERLEAVE}")
 
     @property
     def out_features(self) -> int:
@@ -60,19 +70,40 @@ class PQ2Weight:
         """Bytes of both planes."""
         return self.codes.nbytes + self.scales.nbytes
 
+    def interleave(self) -> PQ2Weight:
+        """The same interleaved, in the same memory where it was not; itself where its rows are no multiple of eight."""
+        if self.interleaved or self.out_features % INTERLEAVE:
+            return self
+        for plane, run in ((self.codes, BLOCK_BYTES), (self.scales, 1)):
+            rows = plane.view(-1, INTERLEAVE, plane.shape[1] // run, run)
+            plane.view(-1).copy_(rows.transpose(1, 2).reshape(-1))
+        return PQ2Weight(self.codes, self.scales, self.group, interleaved=True)
+
+    def row_order(self) -> PQ2Weight:
+        """The same with one row after the other: itself, or a copy."""
+        if not self.interleaved:
+            return self
+        planes = [
+            plane.view(-1, plane.shape[1] // run, INTERLEAVE, run).transpose(1, 2).reshape(plane.shape)
+            for plane, run in ((self.codes, BLOCK_BYTES), (self.scales, 1))
+        ]
+        return PQ2Weight(planes[0], planes[1], self.group)
+
     def unpack(self) -> torch.Tensor:
         """Codes one a byte: uint8 ``[N, K]``."""
-        return unpack(self.codes)
+        return unpack(self.row_order().codes)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values ``[N, K]``: exact in float32, rounded once to any other ``dtype``."""
-        signed = self.unpack().float().sub_(1).view(self.out_features, -1, self.group)
-        signed *= self.scales.float()[:, :, None]
+        rows = self.row_order()
+        signed = unpack(rows.codes).float().sub_(1).view(self.out_features, -1, self.group)
+        signed *= rows.scales.float()[:, :, None]
         return signed.view(self.out_features, self.in_features).to(dtype)
 
     def rows(self, index: torch.Tensor) -> PQ2Weight:
         """The rows ``index`` (int64 ``[R]``) as a weight of its own, ``[R, K]``."""
-        return PQ2Weight(self.codes[index], self.scales[index], self.group)
+        rows = self.row_order()
+        return PQ2Weight(rows.codes[index], rows.scales[index], self.group)
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
