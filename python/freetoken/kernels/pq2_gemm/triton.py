@@ -160,7 +160,9 @@ def _ones(
     for first in tl.range(begin, end, GROUPS):
         group = first + tl.arange(0, GROUPS)
         inside = (group < end)[None, :]
-        d_w = tl.load(w_scale[:, None] + (group * GROUP // GROUP_W * APART)[None, :], mask=inside, other=0.0).to(tl.float32)
+        d_w = tl.load(w_scale[:, None] + (group * GROUP // GROUP_W * APART)[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         place = (group * GROUP // GROUP_X)[None, :]
         d_x = tl.load(x_scale[:, None] + place, mask=inside, other=0.0)
         u = tl.trans(d_x * tl.load(x_sum[:, None] + place, mask=inside, other=0).to(tl.float32))
@@ -271,9 +273,7 @@ def int8_kernel(
         total += part.to(tl.float32) * (d_w[:, None] * d_x[None, :])
     if not SIGNED:
         x_sum = sums_ptr + token_in * (K // GROUP_X)
-        total -= _ones(
-            x_scale, x_sum, w_scale, begin, end, GROUP_X, GROUP_W, GROUP, BLOCK_N, BLOCK_M, INTERLEAVED
-        )
+        total -= _ones(x_scale, x_sum, w_scale, begin, end, GROUP_X, GROUP_W, GROUP, BLOCK_N, BLOCK_M, INTERLEAVED)
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 

@@ -33,7 +33,7 @@ class PQ2Config:
 
     ``kind`` is the kernel: ``single`` (one token) or ``fragments`` (tensor cores).
     ``rows`` of the weight a program; ``ahead`` steps of K are on their way at a time; ``num_warps`` warps a program, of which
-    ``row_warps`` have rows of their own, the others parts of K.
+    ``row_warps`` have rows of their own, the others parts of K. With tensor cores ``look`` times eight tokens are on their way: 1 or 2.
     """
 
     kind: Kind
@@ -41,6 +41,7 @@ class PQ2Config:
     ahead: int
     num_warps: int
     row_warps: int = 1
+    look: int = 2
 
     @property
     def k_warps(self) -> int:
@@ -60,6 +61,7 @@ class PQ2Config:
         """Whether the kernel can run so at all."""
         sizes = (self.rows, self.num_warps, self.row_warps)
         powers = all(value > 0 and value & (value - 1) == 0 for value in sizes)
+        powers = powers and self.look in (1, 2)
         return powers and self.num_warps >= self.row_warps and self.tiles > 0 and 1 <= self.ahead <= self.steps(k)
 
 
@@ -136,7 +138,9 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
     row_warps, warps = (2, 8) if n >= 8192 else (1, 8)
     while warps > row_warps and warps // row_warps > k // BLOCK:
         warps //= 2
-    return _with_ahead(PQ2Config("fragments", TILE["fragments"] * row_warps, 1, warps, row_warps=row_warps), k, 3 if m <= 16 else 2)
+    return _with_ahead(
+        PQ2Config("fragments", TILE["fragments"] * row_warps, 1, warps, row_warps=row_warps), k, 3 if m <= 16 else 2
+    )
 
 
 def _with_ahead(config: PQ2Config, k: int, ahead: int) -> PQ2Config:
@@ -173,11 +177,12 @@ def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
         wasted = steps * k_warps * BLOCK > 1.25 * k
         if wasted or not 2 <= warps <= 8 or n < 64 * rows:
             continue
-        for ahead in _depths(steps):
+        looks = (2,) if m <= 8 else (1, 2)
+        for ahead, look in itertools.product(_depths(steps), looks):
             # Words of codes on their way, those unpacked and sums of a thread.
             halves = -(-m // 8)
             if 5 * tiles * ahead + 16 * min(tiles, halves) + 4 * tiles * halves <= 110:
-                yield PQ2Config("fragments", rows, ahead, warps, row_warps=row_warps)
+                yield PQ2Config("fragments", rows, ahead, warps, row_warps, look)
 
 
 def _depths(steps: int) -> list[int]:

@@ -9,7 +9,6 @@ import triton.language as tl
 from freetoken.kernels.pq2_gemv.order import along_row, row_codes, row_scales
 
 
-
 @triton.jit
 def four_words(pointer, STREAM: tl.constexpr, ON_GPU: tl.constexpr):
     """The four neighbouring 32-bit words from each int32 pointer on, as one 16-byte load.
