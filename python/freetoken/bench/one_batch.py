@@ -8,13 +8,14 @@ in a server that has run for a while.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -248,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output", help="Append the figures as JSON lines.")
     add("--label", help="What the model is, for the figures; default: its served name.")
     add("--no-roof", action="store_true", help="Do not measure bandwidth and matmul rate.")
+    add("--eager-too", action="store_true", help="Run each shape a second time without graphs.")
     add("--compare-transformers", action="store_true", help="Run transformers' generate on the same weights as well.")
     add(
         "--compare-grammar",
@@ -266,6 +268,7 @@ _OWN = (
     "output",
     "label",
     "no_roof",
+    "eager_too",
     "compare_transformers",
     "compare_grammar",
 )
@@ -287,6 +290,22 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
             raise StartupError(f"--shape must be like 64x1024, not {text!r}")
         pairs.append((int(match[1]), int(match[2])))
     return pairs or [(size, length) for length in args.input_len for size in args.batch_size]
+
+
+def graph_choices(args: argparse.Namespace) -> tuple[bool, ...]:
+    """How each shape is run: with the runner's graphs, and with ``--eager-too`` without."""
+    return (True, False) if args.eager_too else (True,)
+
+
+@contextlib.contextmanager
+def graphs_set(runner: ModelRunner, on: bool) -> Iterator[None]:
+    """``runner`` as it is, or (``on`` false) launching kernel by kernel as if it had no graphs."""
+    graphs = runner.graphs
+    try:
+        runner.graphs = graphs if on else None
+        yield
+    finally:
+        runner.graphs = graphs
 
 
 def server_args(args: argparse.Namespace, own: Sequence[str] = _OWN) -> ServerArgs:
@@ -324,12 +343,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     def replays() -> int:
         return sum(runner.graph_counts()[0].values())
 
-    for requests, input_len in shapes(args):
+    for (requests, input_len), graphs in itertools.product(shapes(args), graph_choices(args)):
         before = replays()
-        timings = [
-            BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
-            for seed in range(args.repeats + 1)
-        ]
+        with graphs_set(runner, graphs):
+            timings = [
+                BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
+                for seed in range(args.repeats + 1)
+            ]
         pair = to_figures(
             timings[1:],  # the first run compiles kernels
             config,
