@@ -253,8 +253,9 @@ def parser() -> argparse.ArgumentParser:
     add("--compare-transformers", action="store_true", help="Run transformers' generate on the same weights as well.")
     add(
         "--compare-grammar",
-        action="store_true",
-        help="Time decode under a JSON schema as well, in pairs with and without.",
+        nargs="*",
+        metavar="BxL",
+        help="Time decode under a JSON schema as well, in pairs with and without: these of the shapes, or all of them.",
     )
     return result
 
@@ -279,16 +280,28 @@ def check(args: argparse.Namespace) -> None:
     cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "output_len": WARMUP_STEPS + 2, "repeats": 1})
     if args.compare_transformers and args.load_format == "dummy":
         raise StartupError("--compare-transformers needs real weights, not --load-format dummy")
+    if unknown := set(_pairs("--compare-grammar", args.compare_grammar or ())) - set(shapes(args)):
+        raise StartupError("--compare-grammar {}x{} is none of the shapes".format(*min(unknown)))
+
+
+def _pairs(flag: str, words: Sequence[str]) -> list[tuple[int, int]]:
+    pairs = []
+    for text in words:
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+        if match is None:
+            raise StartupError(f"{flag} must be like 64x1024, not {text!r}")
+        pairs.append((int(match[1]), int(match[2])))
+    return pairs
+
+
+def grammar_shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The shapes of ``--compare-grammar``: all where it names none."""
+    return _pairs("--compare-grammar", args.compare_grammar) or shapes(args)
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     """``(requests, prompt tokens)`` to run: those of ``--shape``, else every batch size at every length."""
-    pairs = []
-    for text in args.shape:
-        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-        if match is None:
-            raise StartupError(f"--shape must be like 64x1024, not {text!r}")
-        pairs.append((int(match[1]), int(match[2])))
+    pairs = _pairs("--shape", args.shape)
     return pairs or [(size, length) for length in args.input_len for size in args.batch_size]
 
 
@@ -366,7 +379,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         from freetoken.bench.compare import compare_transformers
 
         found += compare_transformers(runner, config, args, label)
-    if args.compare_grammar:
+    if args.compare_grammar is not None:
         from freetoken.bench.grammar import compare_grammar
 
         found += compare_grammar(runner, config, tokenizer, args, label)

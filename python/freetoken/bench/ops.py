@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case
 
 GRAPH_CALLS = 20
-REPLAYS = 30
+REPLAYS, REPLAY_SECONDS = 30, 0.1
+EAGER_CALLS, EAGER_SECONDS = 10, 0.2
+"""Most calls behind one figure, and the seconds in which as many as fit are enough."""
 NAMES = (
     "rms_norm",
     "rope_kv",
@@ -84,6 +86,11 @@ def check(name: str, case: Case) -> float:
     return worst
 
 
+def repeats_in(budget: float, once: float, most: int) -> int:
+    """How often to time what takes ``once`` seconds within ``budget`` seconds: from 5 times to ``most``."""
+    return max(5, min(most, int(budget / max(once, 1e-9))))
+
+
 def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> float:
     """Median microseconds of one ``call`` among ``calls`` in a replayed CUDA graph."""
     import torch
@@ -97,13 +104,15 @@ def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> 
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    seconds = [roof.timer("cuda")(graph.replay, REPLAYS) for _ in range(3)]
+    repeats = repeats_in(REPLAY_SECONDS, roof.timer("cuda")(graph.replay, 1), REPLAYS)
+    seconds = [roof.timer("cuda")(graph.replay, repeats) for _ in range(3)]
     return statistics.median(seconds) / calls * 1e6
 
 
 def eager_microseconds(call: Callable[[], object]) -> float:
     """Median microseconds of one eager call: for references that cannot be captured."""
-    return roof.timer("cuda")(call, 10) * 1e6
+    once = roof.timer("cuda")(call, 1)
+    return roof.timer("cuda")(call, repeats_in(EAGER_SECONDS, once, EAGER_CALLS)) * 1e6
 
 
 def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
