@@ -210,7 +210,7 @@ if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
         --shape 1x128 1x8192 8x128 32x128 --output-len 64 --repeats 2 \
         --output "$out/qwen3.5-27b-pq2-one-batch.jsonl"
     part "server start, 2 bits" start_server "${packed[@]}" --max-running-requests 32 --served-model-name qwen3.5-27b \
-        --cuda-graph-bs 1 4 8 16 32
+        --state-cache-gb 2 --cuda-graph-bs 1 4 8 16 32
     if running; then
         for streams in 1 8 32; do
             part "serving in 2 bits, $streams streams" serving "$streams" "$packed_label" qwen3.5-27b-pq2-serving 128

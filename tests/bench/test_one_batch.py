@@ -214,7 +214,9 @@ def test_shapes_and_sizes() -> None:
     server = one_batch.server_args(args)
     assert (server.max_running_requests, server.context_length) == (8, 16)
     assert server.max_total_tokens == 8 * 12
-    assert server.cuda_graph_bs == [2, 8]
+    assert server.cuda_graph_bs == [2, 8] and server.state_cache_gb == 0
+    args = one_batch.parser().parse_args(["--state-cache-gb", "0.5"])
+    assert one_batch.server_args(args).state_cache_gb == 0.5
     args = one_batch.parser().parse_args(["--batch-size", "1", "2", "--input-len", "5", "6"])
     assert one_batch.shapes(args) == [(1, 5), (2, 5), (1, 6), (2, 6)]
 

@@ -331,6 +331,9 @@ def server_args(args: argparse.Namespace, own: Sequence[str] = _OWN) -> ServerAr
     if result.max_total_tokens is None:
         size = result.page_size
         result.max_total_tokens = max(count * -(-(length + args.output_len) // size) * size for count, length in pairs)
+    if result.state_cache_gb is None:
+        # Nothing is ever restored here, and page-locking what is the default takes seconds.
+        result.state_cache_gb = 0.0
     result.cuda_graph_bs = result.cuda_graph_bs or sorted({count for count, _ in pairs})
     return result
 
