@@ -278,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = result.add_subparsers(dest="command", required=True)
     server = server_parser()
-    ops = [*(op.name for op in dispatch.OPS if op.folder is None), "all"]
+    ops = [*(op.name for op in dispatch.OPS if op.folder is None), "attention", "all"]
     add = _command(commands, "capture", server, "Record calls from a run of one batch.")
     add("out", help="Folder to write.")
     add("--ops", nargs="+", default=["all"], choices=ops, help="Ops to record.")
