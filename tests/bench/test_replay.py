@@ -15,7 +15,6 @@ from freetoken.bench import figures, recorder, replay, replay_arm, replay_rows, 
 from freetoken.bench.recorder import Recorder, layout, placed, same_bits
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.runner import model_runner
 
