@@ -126,6 +126,8 @@ def capture(args: argparse.Namespace) -> list[dict[str, Any]]:
     if values.max_total_tokens is None:
         pages = -(-(args.input_len + tokens) // values.page_size)
         values.max_total_tokens = args.batch_size * pages * values.page_size
+    if values.state_cache_gb is None:
+        values.state_cache_gb = 0.0  # nothing is ever restored here
     # Inside a replayed graph no call can be seen.
     values.disable_cuda_graph = True
     with Writer(Path(args.out)) as writer:
