@@ -139,7 +139,8 @@ ab() {
     local flag=$1 label=$2 tokens=$3
     shift 3
     "$python" -m freetoken.bench.ab --flag "$flag" --control-pairs 4 --pairs 5 --ahead 18 --disable-tqdm --label "$label" \
-        --output "$out/ab.jsonl" -- "$@" --shape "1x$input" --output-len "$tokens" --no-roof --eager-too
+        --output "$out/ab.jsonl" -- "$@" --shape "1x$input" --output-len "$tokens" --no-roof --eager-too \
+        --mem-fraction-static 0.95
 }
 
 op_figures() {
@@ -221,7 +222,7 @@ fi
 if wanted ab ab; then
     part "ab, convolution of the delta rule" ab FREETOKEN_GDN_FUSED_CONV "$hybrid_label, $cut_label" 32 "${hybrid[@]}" \
         --json-model-override-args "{$cut}"
-    # Few tokens, as the reference of these products launches ten thousand kernels a step.
+    # Few tokens, as the reference of these products launches thousands of kernels a step.
     part "ab, products in 2 bits" ab FREETOKEN_PQ2_FUSED_GEMV "$packed_label, $cut_label" 12 "${packed[@]}" \
         --json-model-override-args "{$cut}"
     part "ab, hash of n-grams" ab FREETOKEN_PLE_FUSED_HASH "$qwen4_label, $cut_label, 32 experts, 1.6 million rows of n-grams" 32 \

@@ -84,7 +84,18 @@ def test_batches_are_what_a_scheduler_would_send(requests: int, tokens: int, bud
     assert all(batch.num_tokens <= budget for batch in runner.batches[: timing.prefill_steps])
     assert timing.outputs == [[tokens + i for i in range(9)]] * requests
     assert timing.wall_s == pytest.approx(sum(timing.steps_s))
-    assert len(timing.steps_s) == 8 - one_batch.WARMUP_STEPS - 1
+    assert len(timing.steps_s) == 8 - one_batch.WARMUP_STEPS - 2
+
+
+@pytest.mark.parametrize("output_len", [6, 7, 12])
+def test_the_last_step_is_not_timed(output_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of 5 s hold up all collections but the last."""
+    driver = BatchDriver(FakeRunner(), config(), [[1]], output_len)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        driver, "_run", lambda batches: [*(5.0 * n for n in range(1, len(batches))), 5 * len(batches) - 4.9]
+    )
+    timing = driver.run()
+    assert timing.step_s == 5.0 and set(timing.steps_s) == {5.0}
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:

@@ -163,12 +163,14 @@ class BatchDriver:
         return stamps
 
     def run(self) -> Timing:
-        """Prefill, then ``output_len - 1`` decode steps, of which the first few are not timed."""
+        """Prefill, then ``output_len - 1`` decode steps, of which the first few are not timed, nor is the last: it is collected without a
+        launch before that, so where a launch takes longer than a step its time is not that of the others."""
         prefills = self.prefill_batches()
         start = time.perf_counter()
         prefill_s = self._run(prefills)[-1] - start
         stamps = self._run([self.decode_batch(index) for index in range(self.output_len - 1)])
-        timed = stamps[min(WARMUP_STEPS, len(stamps) - 2) :]
+        ends = stamps[:-1]
+        timed = ends[min(WARMUP_STEPS, len(ends) - 2) :]
         steps = [b - a for a, b in itertools.pairwise(timed)]
         outputs = [req.ids[req.prompt_len :] for req in self.reqs]
         return Timing(prefill_s, len(prefills), steps, timed[-1] - timed[0], outputs)
