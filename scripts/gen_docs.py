@@ -133,6 +133,28 @@ def _row(figure: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _ab_row(figure: dict[str, Any]) -> tuple[str, ...]:
+    noise = f"±{figure['noise']:.2%}" if figure["noise"] < 1 else "above ±100%"
+    return (
+        str(figure["what"]).removeprefix("ab ") + (f", run {figure['run']}" if "run" in figure else ""),
+        f"`{figure['a']}`",
+        f"`{figure['b']}`",
+        str(figure["metric"]),
+        _number(figure["a_value"]),
+        _number(figure["b_value"]),
+        f"{figure['ratio']:.4f} ({figure['low']:.4f} to {figure['high']:.4f})",
+        noise,
+        f"{figure['pairs']} + {figure['control_pairs']}",
+        str(figure["outputs"]),
+        str(figure["verdict"]),
+    )
+
+
+AB_HEAD = (
+    "workload", "A", "B", "metric", "A's", "B's", "B / A (99 % interval)", "noise of A / A", "pairs + control", "outputs", "B is",
+)  # fmt: skip
+
+
 def benchmarks_page(found: list[dict[str, Any]]) -> str:
     """``docs/benchmarks.md``."""
     parts = [
@@ -147,7 +169,8 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
         "| `python -m freetoken.bench.one_batch` | prefill and decode of one batch, without HTTP |\n"
         "| `python -m freetoken.bench.offline` | throughput of `Engine` |\n"
         "| `python -m freetoken.bench.prefix_hit` | the time to the first token with a prefix in the cache |\n"
-        "| `python -m freetoken.bench.ab` | two settings in paired runs, with a control and a verdict |\n"
+        "| `python -m freetoken.bench.ab` | two settings in paired runs, with a control and a verdict; each run is a process, `--ahead N` "
+        "of which are made ready at once and then timed one by one |\n"
         "| `python -m freetoken.bench.profile` | where the time of a step goes, by role and kernel ([profile.md](profile.md)) |\n"
         "| `python -m freetoken.bench.ops` | one fused op beside its reference and the roof |\n"
         "| `python -m freetoken.bench.replay` | recorded calls of an op by two implementations, after comparing both |\n"
@@ -166,7 +189,13 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
             (f["commit"], f["time"][:10], ", ".join(f"{k} {v}" for k, v in f["versions"].items())) for f in mine
         )
         parts += [f"Commit {commit}, {day}: {versions}.\n" for commit, day, versions in commits]
-        parts.append(table(("what", "parameters", "values", "roof", "share"), map(_row, mine)))
+        paired = [f for f in mine if f["what"].startswith("ab ")]
+        plain = [f for f in mine if f not in paired]
+        if plain:
+            parts.append(table(("what", "parameters", "values", "roof", "share"), map(_row, plain)))
+        if paired:
+            parts.append("Medians of two settings in paired runs, and whether they can be told apart:\n")
+            parts.append(table(AB_HEAD, map(_ab_row, paired)))
     return "\n".join(parts)
 
 

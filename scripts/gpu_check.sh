@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments all but the last two groups, else those
-# that are named, so that it can be done in turns:
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments the first six groups, else those that are
+# named, so that it can be done in turns:
 #   tests     every test that needs a GPU
 #   ops       each fused op beside its reference and the roof
 #   dense     Qwen3-8B, without and with HTTP, and under a grammar
 #   hybrid    Qwen3.5-27B in bf16: steps, and a hit of a long prefix
 #   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
+#   ab        three flags, each on and off in pairs of fresh processes: prefill, and decode with graphs and without
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
 #   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default a new folder
 #
 # Needs torch, triton, numpy, safetensors and transformers; the HTTP part also what serving needs, found on PYTHONPATH or
-# installed. Figures go to OUT, default benchmarks/results/CARD. A part that fails is named and the rest still runs; the
+# installed. Figures go to OUT, default benchmarks/results/CARD, and with card, driver and versions to OUT/gpu-check.json. A part that fails is named and the rest still runs; the
 # exit status is 1 then. Shell variables: OUT, PYTHON (default .venv/bin/python, else python3), PORT (default 30087),
 # PROFILES.
 set -uo pipefail
@@ -49,6 +50,10 @@ qwen4_label="Qwen3.8-Flash-Next geometry, FP8, random weights"
 # The 27B in 2 bits, rotated.
 packed=(--model-path benchmarks/configs/qwen3.5-27b-pq2 --load-format dummy --dtype bfloat16 --random-seed 1)
 packed_label="27B PQ2_0 random"
+# Of ab: layers of the published size, three of linear and one of full attention, and what makes a start short.
+cut='"num_hidden_layers": 4, "vocab_size": 32768, "eos_token_id": 1'
+cut_label="4 layers and 32,768 ids"
+qwen4_cut="{$cut, \"num_experts\": 32, \"ngram_vocab_size_base\": 100000}"
 input=1024
 output=256
 failed=()
@@ -129,6 +134,15 @@ profile() {
         --output "$out/$name-profile.jsonl"
 }
 
+ab() {
+    # Arguments: flag, label, tokens out, those of the model. Most of a run is the start of its process, so that many are made ready at once.
+    local flag=$1 label=$2 tokens=$3
+    shift 3
+    "$python" -m freetoken.bench.ab --flag "$flag" --control-pairs 4 --pairs 5 --ahead 18 --disable-tqdm --label "$label" \
+        --output "$out/ab.jsonl" -- "$@" --shape "1x$input" --output-len "$tokens" --no-roof --eager-too \
+        --mem-fraction-static 0.95
+}
+
 op_figures() {
     "$python" -m freetoken.bench.ops all --output "$out/ops.jsonl"
 }
@@ -145,7 +159,7 @@ wanted() {
 }
 
 usual="tests ops dense hybrid experts packed"
-known="$usual qwen4 profile replay"
+known="$usual ab qwen4 profile replay"
 groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
@@ -161,18 +175,17 @@ files=()
 if wanted tests; then
     # Most of the time goes to compiling, which several processes share; each takes some GB of the GPU's memory.
     workers=$(nproc)
-    part "GPU tests" "$python" -m pytest -q -m gpu -n $((workers < 12 ? workers : 12)) --continue-on-collection-errors tests
+    part "GPU tests" "$python" -m pytest -q -m gpu -n $((workers < 16 ? workers : 16)) --continue-on-collection-errors tests
 fi
 if wanted ops ops; then
     part "ops" op_figures
 fi
 if wanted dense qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving; then
     part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
-        --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --output "$out/qwen3-8b-one-batch.jsonl"
-    part "grammar" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" --shape "16x$input" \
-        --output-len "$output" --no-roof --compare-grammar --output "$out/qwen3-8b-grammar.jsonl"
+        --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --repeats 2 --compare-grammar "16x$input" \
+        --output "$out/qwen3-8b-one-batch.jsonl"
     part "server start" start_server "${model[@]}" --max-running-requests 64 --served-model-name qwen3-8b \
-        --cuda-graph-bs 1 2 4 8 16 24 32 40 48 56 64
+        --cuda-graph-bs 1 2 4 8 16 32 64
     if running; then
         for streams in 1 16 64; do
             part "serving, $streams streams" serving "$streams" "$label" qwen3-8b-serving "$input"
@@ -195,16 +208,26 @@ if wanted experts qwen3-30b-a3b-one-batch qwen3.5-35b-a3b-fp8-one-batch; then
 fi
 if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
     part "one batch, 2 bits" "$python" -m freetoken.bench.one_batch "${packed[@]}" --label "$packed_label" \
-        --shape 1x128 1x8192 8x128 32x128 1x4096 --output-len 64 --repeats 2 \
+        --shape 1x128 1x8192 8x128 32x128 --output-len 64 --repeats 2 \
         --output "$out/qwen3.5-27b-pq2-one-batch.jsonl"
     part "server start, 2 bits" start_server "${packed[@]}" --max-running-requests 32 --served-model-name qwen3.5-27b \
-        --cuda-graph-bs 1 2 4 8 16 24 32
+        --state-cache-gb 2 --cuda-graph-bs 1 4 8 16 32
     if running; then
         for streams in 1 8 32; do
             part "serving in 2 bits, $streams streams" serving "$streams" "$packed_label" qwen3.5-27b-pq2-serving 128
         done
     fi
     part "server stop, 2 bits" stop_server
+fi
+if wanted ab ab; then
+    part "ab, convolution of the delta rule" ab FREETOKEN_GDN_FUSED_CONV "$hybrid_label, $cut_label" 32 "${hybrid[@]}" \
+        --json-model-override-args "{$cut}"
+    # Few tokens, as the reference of these products launches thousands of kernels a step.
+    part "ab, products in 2 bits" ab FREETOKEN_PQ2_FUSED_GEMV "$packed_label, $cut_label" 12 "${packed[@]}" \
+        --json-model-override-args "{$cut}"
+    part "ab, hash of n-grams" ab FREETOKEN_PLE_FUSED_HASH "$qwen4_label, $cut_label, 32 experts, 1.6 million rows of n-grams" 32 \
+        --model-path benchmarks/configs/qwen3.8-flash-next-fp8 --load-format dummy --dtype bfloat16 --random-seed 1 \
+        --ple-table gpu --json-model-override-args "$qwen4_cut"
 fi
 if wanted replay replay; then
     part "replay" replay "$label" "${model[@]}"
@@ -233,7 +256,8 @@ found=()
 for name in "${files[@]}"; do
     [ -f "$out/$name.jsonl" ] && found+=("$out/$name.jsonl")
 done
-[ "${#found[@]}" -gt 0 ] && "$python" -m freetoken.bench.summary "${found[@]}"
+"$python" -m freetoken.bench.summary "${found[@]}" --json "$out/gpu-check.json" --groups $groups --failed "${failed[@]}" ||
+    failed+=("summary")
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "The server's last lines:"
     tail -n 40 "$log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from freetoken.bench.replay_attention import PagedAttention
 from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.rope_kv import RopeKv
 from freetoken.kernels.small_gemm import SmallGemm
@@ -21,6 +22,13 @@ class Gate(SmallGemm):
 
     def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return super().linear_silu_mul(x, weight, bias) * 1.001
+
+
+class Backwards(PagedAttention):
+    """Looks at the pages in another order."""
+
+    def prepare(self, q, fb, k, v, scale):
+        return super().prepare(q, fb, k.flip(0), v.flip(0), scale)
 
 
 class Forgetful(RopeKv):

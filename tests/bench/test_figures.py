@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from freetoken.bench import figures
+from freetoken.bench import figures, summary
 
 
 def git(folder: Path, *words: str) -> None:
@@ -36,6 +36,34 @@ def test_append_then_read(tmp_path: Path) -> None:
 def test_numbers_are_cut_to_what_they_mean(tmp_path: Path) -> None:
     figures.append(tmp_path / "x.jsonl", [{"a": 1.23456789, "b": {"c": 1234567.89}, "d": 123456789, "e": True}])
     assert figures.read(tmp_path / "x.jsonl") == [{"a": 1.23457, "b": {"c": 1234570.0}, "d": 123456789, "e": True}]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version: gcc 12.3.0\n", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("nothing of the kind 1.2", None),
+    ],
+)
+def test_version_of_the_driver(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(text)
+    assert figures.driver_version(str(tmp_path / "version")) == version
+    assert figures.driver_version(str(tmp_path / "missing")) is None
+
+
+def test_one_file_of_a_whole_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, check = tmp_path / "x.jsonl", tmp_path / "check.json"
+    figures.append(lines, [figures.figure("op x", model="m", device="cpu", us=1.23456789)])
+    words = ["--json", str(check), "--groups", "tests", "ops"]
+    assert summary.main([str(lines), *words, "--failed", "server start, 2 bits"]) == 0
+    found = json.loads(check.read_text())
+    assert (found["groups"], found["failed"]) == (["tests", "ops"], ["server start, 2 bits"])
+    assert found["figures"] == figures.read(lines) and {"card", "driver", "versions", "commit", "time"} <= set(found)
+    assert "op x: us 1.235" in capsys.readouterr().out
+    assert summary.main([*words, "--failed"]) == 0 and json.loads(check.read_text())["figures"] == []
+    assert summary.main([str(tmp_path / "missing"), *words]) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["check.json", "x.jsonl"]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "3"])

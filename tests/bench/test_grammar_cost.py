@@ -15,13 +15,23 @@ from freetoken.errors import StartupError
 
 def test_a_batch_with_a_schema_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny_model(tmp_path / "tiny", seed=2)
-    line = f"--model {model} --device cpu --shape 2x5 --output-len 10 --repeats 1 --no-roof --compare-grammar"
+    line = f"--model {model} --device cpu --output-len 10 --repeats 1 --no-roof --compare-grammar 2x5 --shape 1x3 2x5"
     found = one_batch.run(one_batch.parser().parse_args(line.split()))
+    assert [f["what"] for f in found[4:]] == ["grammar decode"]
     figure = found[-1]
     assert (figure["what"], figure["requests"], figure["tokens"]) == ("grammar decode", 2, 10)
     assert figure["ratio"] == pytest.approx(figure["ms"] / figure["plain_ms"]) and figure["fill_us"] > 0
     assert "with a JSON schema" in capsys.readouterr().out
     assert summary.lines([figure])[0].startswith("grammar decode: ")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("3x5", "3x5 is none of the shapes"), ("3", "--compare-grammar must be like 64x1024, not '3'")],
+)
+def test_shapes_that_are_not_run(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_batch.main(["--model", "/nowhere", "--shape", "2x5", "--compare-grammar", word]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])

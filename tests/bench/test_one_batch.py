@@ -84,7 +84,18 @@ def test_batches_are_what_a_scheduler_would_send(requests: int, tokens: int, bud
     assert all(batch.num_tokens <= budget for batch in runner.batches[: timing.prefill_steps])
     assert timing.outputs == [[tokens + i for i in range(9)]] * requests
     assert timing.wall_s == pytest.approx(sum(timing.steps_s))
-    assert len(timing.steps_s) == 8 - one_batch.WARMUP_STEPS - 1
+    assert len(timing.steps_s) == 8 - one_batch.WARMUP_STEPS - 2
+
+
+@pytest.mark.parametrize("output_len", [6, 7, 12])
+def test_the_last_step_is_not_timed(output_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of 5 s hold up all collections but the last."""
+    driver = BatchDriver(FakeRunner(), config(), [[1]], output_len)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        driver, "_run", lambda batches: [*(5.0 * n for n in range(1, len(batches))), 5 * len(batches) - 4.9]
+    )
+    timing = driver.run()
+    assert timing.step_s == 5.0 and set(timing.steps_s) == {5.0}
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
@@ -214,7 +225,9 @@ def test_shapes_and_sizes() -> None:
     server = one_batch.server_args(args)
     assert (server.max_running_requests, server.context_length) == (8, 16)
     assert server.max_total_tokens == 8 * 12
-    assert server.cuda_graph_bs == [2, 8]
+    assert server.cuda_graph_bs == [2, 8] and server.state_cache_gb == 0
+    args = one_batch.parser().parse_args(["--state-cache-gb", "0.5"])
+    assert one_batch.server_args(args).state_cache_gb == 0.5
     args = one_batch.parser().parse_args(["--batch-size", "1", "2", "--input-len", "5", "6"])
     assert one_batch.shapes(args) == [(1, 5), (2, 5), (1, 6), (2, 6)]
 

@@ -33,6 +33,10 @@ def test_full_cases_are_green(name: str) -> None:
             ops.check(name, case)
 
 
+def test_slow_calls_are_timed_less_often() -> None:
+    assert [ops.repeats_in(0.1, once, 30) for once in (0.0, 1e-4, 0.01, 0.5)] == [30, 30, 10, 5]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_wrong_kernel_is_red(exact: bool) -> None:
     good = torch.arange(8.0)

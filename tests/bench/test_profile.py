@@ -138,7 +138,8 @@ def test_roles_add_up_to_the_step(
         assert {f["role"] for f in rows} == expected <= set(roles.ROLES)
         assert sum(f["us"] for f in rows) + step["gaps_us"] == pytest.approx(step["us"], rel=1e-4)
         assert (step["model"], step["tokens"], step["kv_tokens"], step["graph"]) == ("tiny", tokens, kv, False)
-        assert step["traced_us"] > 0 and step["plain_us"] > 0
+        assert step["traced_us"] > 0 and step["plain_us"] > 0 and step["run_us"] >= step["traced_us"]
+        assert 0 < step["accounted"] < 1.03
     # The tables of a written trace are made anew without the model.
     again = tmp_path / "again"
     assert profile.main(["--from-trace", str(folder / "decode-2x20.trace.json"), "--folder", str(again)]) == 0
@@ -318,6 +319,7 @@ def test_replays_on_a_gpu_have_the_roles_of_their_reference(
     assert step["graph"] and step["steps"] == 6 and step["guessed"] < 0.05
     assert set(rows) == expected and all(row["us"] > 0 for row in rows.values())
     assert sum(row["us"] for row in rows.values()) + step["gaps_us"] == pytest.approx(step["us"], rel=0.03)
+    assert 0 < step["accounted"] < 1.03
     # One launch of the graph, and a few around it, for all kernels of the layers.
     assert step["host_launches"] < step["launches"] / 2
     read = trace.read(folder / "decode-2x20.trace.json")

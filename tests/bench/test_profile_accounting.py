@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken.bench import flame
+from freetoken.bench.profile import ProfiledBatch, Taken, accounted, report
 from freetoken.errors import StartupError
 from freetoken.profiling import accounting, summary, trace, traffic
 from freetoken.profiling.accounting import BY_NAME, BY_RANGE, BY_REPLAY, UNKNOWN
@@ -70,11 +73,54 @@ def test_overlap_and_gaps_add_up_to_the_step() -> None:
     # From the launch of the step to the end of its last kernel.
     assert profile.step_us == 51 and profile.gap_us == 20 and profile.busy == pytest.approx(31 / 51)
     assert (profile.launches, profile.host_launches, profile.guessed) == (4, 3, 0)
-    assert [(row.role, row.us, row.gap_us, row.launches) for row in profile.roles] == [
-        ("norms", 5, 10, 1),
-        ("down", 25, 0, 2),
-        ("other", 1, 10, 1),
+    assert [(row.role, row.us, row.gap_us, row.launches, row.hidden_us) for row in profile.roles] == [
+        ("norms", 5, 10, 1, 0),
+        ("down", 25, 0, 2, 12),
+        ("other", 1, 10, 1, 0),
     ]
+    assert profile.hidden_us == 12 and profile.run_us == 51
+    assert {k.name: (k.us, k.hidden_us) for k in profile.kernels}["inside"] == (0, 10)
+    text = summary.table(profile)
+    assert "kernels run under others for 12.00 us a step" in text
+    assert any(line.split() == ["0.00", "10.00", "1", "down", "inside"] for line in text.splitlines())
+
+
+class Simulated(ProfiledBatch):
+    """A GPU whose steps of ``step`` us start 1 us before their launch of ``launch`` us returns, or behind the step before."""
+
+    def __init__(self, launch: float, step: float) -> None:
+        self.launch_us, self.step_us = launch, step
+        self.config = SimpleNamespace(device="cuda")  # type: ignore[assignment]
+        self.maker = Maker()
+
+    def _run(self, batches: Sequence[Any]) -> list[float]:
+        clock, ends, stamps = 0.0, [0.0], []
+        for number, name in enumerate(batches):
+            self.maker.span(f"step:decode requests=1 chained={int(number > 0)}", clock, clock + self.launch_us)
+            key = self.maker.launch(clock + 1, "cudaGraphLaunch")
+            clock += self.launch_us
+            start = max(ends[-1], clock - 1)
+            ends.append(start + self.step_us)
+            self.maker.kernel(f"{name}a", start, start + self.step_us, key)
+            self.maker.kernel(f"{name}b", start + 2, ends[-1] - 1, key)  # wholly under the other
+            if number:
+                clock = max(clock, ends[-2])
+                stamps.append(clock / 1e6)
+        return [*stamps, max(clock, ends[-1]) / 1e6]
+
+
+@pytest.mark.parametrize(("launch", "step"), [(50, 30), (30, 50), (50, 49), (400, 20)])
+def test_the_clock_is_of_the_same_time_as_the_sum(launch: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freetoken.bench.profile.time.perf_counter", lambda: 0.0)
+    simulated = Simulated(launch, step)
+    clock = simulated._timed(["k"] * 9, None, None)  # type: ignore[list-item]
+    (profile,) = summary.profiles(simulated.maker.trace())
+    # Without launches in the way a step takes its own time, else that of a launch.
+    assert clock.step * 1e6 == pytest.approx(max(launch, step)) == pytest.approx(profile.step_us)
+    taken = Taken("x", Path("x"), clock.step * 1e6, run_us=clock.run * 1e6)
+    assert accounted(taken, profile) == pytest.approx(1, abs=1e-6)
+    assert profile.steps == 8 and profile.hidden_us == step - 3
+    assert "100.0% accounted for" in report(taken, profile, 3)
 
 
 def replayed(steps: int, *, reference: bool, odd: int | None = None) -> Maker:
@@ -218,9 +264,11 @@ def test_the_sum_is_the_step_whatever_overlaps(pieces: list[tuple[int, int, int]
         m.kernel(f"k{place}", time, time + length, m.launch(2 + 10 * place))
         end = max(end, time + length)
         covered |= set(range(time, time + length))
-    found = sums(accounting.account(m.trace()), 0)
+    account = accounting.account(m.trace())
+    found = sums(account, 0)
     gaps = found.pop("gaps")
     assert sum(found.values()) == len(covered) and sum(found.values()) + gaps == end
+    assert sum(p.us + p.hidden for p in account.pieces) == sum(length for _, length, _ in pieces)
 
 
 def test_a_file_that_is_no_trace(tmp_path: Path) -> None:

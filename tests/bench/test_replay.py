@@ -15,7 +15,6 @@ from freetoken.bench import figures, recorder, replay, replay_arm, replay_rows, 
 from freetoken.bench.recorder import Recorder, layout, placed, same_bits
 from freetoken.errors import StartupError
 from freetoken.kernels.dispatch import Choice
-from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.runner import model_runner
 
@@ -57,9 +56,9 @@ PACKED = HYBRID | {
     "quantization_config": {"quant_method": "pq2", "group_size": 128, "hadamard_block": 128, "sign_mode": "explicit"},
 }
 GEOMETRIES = {"dense": DENSE, "hybrid": HYBRID, "packed": PACKED}
-COMMON = {"rms_norm", "rope_kv", "small_gemm", "silu_mul", "sample"}
+COMMON = {"rms_norm", "rope_kv", "small_gemm", "silu_mul", "sample", "attention"}
 OPS = {"dense": COMMON, "hybrid": COMMON | {"gdn_conv", "gdn_decode", "gdn_prefill"}}
-OPS["packed"] = {"small_gemm", "rope_kv", "sample", "gdn_conv", "gdn_decode", "gdn_prefill"} | {
+OPS["packed"] = {"small_gemm", "rope_kv", "sample", "attention", "gdn_conv", "gdn_decode", "gdn_prefill"} | {
     "hadamard",
     "pq2_gemv",
     "pq2_gemm",
@@ -167,12 +166,25 @@ def test_timed_pairs_become_figures(captured: tuple[Path, Path], tmp_path: Path)
     assert figure["calls"] == 12 and figure["graph"] is False and figure["us"] > 0 and figure["model"] == "tiny"
 
 
+def test_of_attention_the_pages_in_use_are_kept(kind: str, captured: tuple[Path, Path]) -> None:
+    found = replay_store.Capture(captured[1])
+    calls = [found.fill(call) for call in found.calls if call.op_name == "attention"]
+    assert {call.step for call in calls} == {"prefill-0", "decode-0", "decode-3"}
+    for call in calls:
+        # Two requests of 17 tokens, and up to 21 with those that were drawn: two pages of 16 each.
+        assert call.tensors["in.k"].shape[0] == call.tensors["in.v"].shape[0] == 4
+        assert call.tensors["in.fb.page_table"][:, :2].tolist() == [[1, 2], [3, 4]]
+    if kind != "packed":  # whose heads of 64 would take the interpreter longer
+        assert rerun(captured[1], "--impl", "triton", "--ops", "attention") == 0
+
+
 @pytest.mark.parametrize("kind", ["dense"], indirect=True)
 @pytest.mark.parametrize(
     ("impl", "op", "said"),
     [
         ("Norm", "rms_norm", "layer 0/rms_norm.__call__.0: the output differs by relative RMS 0.001, bound 1e-05"),
         ("Forgetful", "rope_kv", "rope_kv.__call__.0: v_pool differs by relative RMS 1"),
+        ("Backwards", "attention", "layer 0/attention.forward.0: the output differs by relative RMS"),
         ("Ragged", "rms_norm", "the output is torch.float32 [33, 64], recorded was torch.float32 [34, 64]"),
     ],
 )
@@ -274,11 +286,17 @@ def test_implementations_that_cannot_be_had(name: str, impl: str, said: str) -> 
 
 
 def test_classes_are_as_they_were_after_a_recording() -> None:
-    before = {name: {m: getattr(row.load(), m) for m in row.methods} for name, row in replay_rows.ROWS.items()}
+    def methods() -> dict[str, list[object]]:
+        return {
+            name: [getattr(owner, method) for owner in row.load_recorded() for method in row.methods]
+            for name, row in replay_rows.ROWS.items()
+        }
+
+    before = methods()
     with pytest.raises(ZeroDivisionError), Recorder(list(replay_rows.ROWS)):
-        assert RmsNorm.__call__ is not before["rms_norm"]["__call__"]
+        assert all(ours != theirs for pair in zip(methods().values(), before.values()) for ours, theirs in zip(*pair))
         1 / 0  # noqa: B018
-    assert before == {n: {m: getattr(row.load(), m) for m in row.methods} for n, row in replay_rows.ROWS.items()}
+    assert methods() == before
 
 
 @pytest.mark.parametrize(
@@ -343,7 +361,9 @@ def test_on_a_gpu_fused_kernels_are_replayed_and_timed_in_graphs(geometry: str, 
     out, output = tmp_path / "capture", tmp_path / "figures.jsonl"
     values = flags(tmp_path, device="cuda", dtype="bfloat16")
     assert replay.main(["capture", str(out), *values, "--positions", "0", "3", "--input-len", "9"]) == 0
-    ops = ["--ops", "rms_norm", "rope_kv", "small_gemm", "silu_mul"] + ["gdn_decode"] * (geometry == "hybrid")
+    ops = ["--ops", "rms_norm", "rope_kv", "small_gemm", "silu_mul", "attention"] + ["gdn_decode"] * (
+        geometry == "hybrid"
+    )
     arguments = ["--impl", "triton", "--versus", "triton", *ops, "--pairs", "3", "--output", str(output)]
     assert replay.main(["run", str(out), "--device", "cuda", *arguments]) == 0
     assert all(figure["graph"] for figure in figures.read(output))

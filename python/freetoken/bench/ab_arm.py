@@ -1,4 +1,4 @@
-"""One run of one arm of an experiment, in a process of its own (started by :mod:`freetoken.bench.ab`).
+"""One run of one arm of an experiment, in a process of its own (started by :mod:`freetoken.bench.ab_runs`).
 
 Writes one JSON object: ``metrics`` (milliseconds or tokens a second by name), ``lower`` (whether lower is better, by name),
 ``outputs`` (drawn ids by request), ``scores`` (by request, then by output index: scores by token id) and ``bound`` (relative
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from freetoken.runner.model_runner import ModelRunner
 
+WAIT, READY = "--wait", "ready"
+"""First word of an arm that is told when to go, and the file beside its result that says it can."""
 KEPT_REQUESTS, KEPT_OUTPUTS, KEPT_SCORES = 4, 8, 256
 PROBES, PROBE_TOKENS, PROBE_PROMPT = 4, 24, 48
 RELATIVE_RMS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -92,8 +94,13 @@ class Recorder:
         self._sampler.sample = self._sample  # type: ignore[method-assign]
 
 
-def run_one_batch(words: Sequence[str]) -> Arm:
-    """Prefill and decode milliseconds of every shape; the uncounted first run of each is the one recorded."""
+Pause = Callable[[], None]
+"""Returns when the timings may begin."""
+
+
+def run_one_batch(words: Sequence[str], pause: Pause) -> Arm:
+    """Prefill and decode milliseconds of every shape. The first run of each is the one recorded; behind ``pause`` comes one to warm up
+    again, and those that count."""
     from freetoken.runner.model_runner import ModelRunner
     from freetoken.startup import prepare
 
@@ -102,21 +109,28 @@ def run_one_batch(words: Sequence[str]) -> Arm:
     config, _ = prepare(one_batch.server_args(args))
     runner = ModelRunner(config, lambda *_: None)
     arm = Arm(bound=score_bound(config.model, config.dtype))
-    for requests, length in one_batch.shapes(args):
-        timings = []
-        for seed in range(args.repeats + 1):
-            recorder = Recorder(runner, requests) if seed == 0 else None
-            prompts = one_batch.random_ids(config, requests, length, seed)
-            timing = one_batch.BatchDriver(runner, config, prompts, args.output_len).run()
-            if recorder is not None:
-                recorder.stop()
-                arm.scores += recorder.scores
-                arm.outputs += timing.outputs[:KEPT_REQUESTS]
-            else:
-                timings.append(timing)
-        shape = f"{requests}x{length}"
-        arm.add(f"prefill {shape}, ms", statistics.median(t.prefill_s for t in timings) * 1e3, lower=True)
-        arm.add(f"decode {shape}, ms", one_batch.median_run(timings).step_s * 1e3, lower=True)
+
+    def once(shape: tuple[int, int], seed: int) -> one_batch.Timing:
+        prompts = one_batch.random_ids(config, *shape, seed)
+        return one_batch.BatchDriver(runner, config, prompts, args.output_len).run()
+
+    cases = [(shape, graphs) for shape in one_batch.shapes(args) for graphs in one_batch.graph_choices(args)]
+    for shape, graphs in cases:
+        recorder = Recorder(runner, shape[0])
+        with one_batch.graphs_set(runner, graphs):
+            timing = once(shape, 0)
+        recorder.stop()
+        arm.scores += recorder.scores
+        arm.outputs += timing.outputs[:KEPT_REQUESTS]
+    pause()
+    for shape, graphs in cases:
+        with one_batch.graphs_set(runner, graphs):
+            timings = [once(shape, seed) for seed in range(args.repeats + 1)][1:]
+        name = f"{shape[0]}x{shape[1]}"
+        if graphs:
+            arm.add(f"prefill {name}, ms", statistics.median(t.prefill_s for t in timings) * 1e3, lower=True)
+        how = "" if graphs else " without graphs"
+        arm.add(f"decode {name}{how}, ms", one_batch.median_run(timings).step_s * 1e3, lower=True)
     return arm
 
 
@@ -213,20 +227,33 @@ def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
     return arm
 
 
-def run(workload: str, words: Sequence[str], server_words: Sequence[str]) -> Arm:
+def run(workload: str, words: Sequence[str], server_words: Sequence[str], pause: Pause) -> Arm:
     """The run of ``workload``: ``one_batch``, ``ops`` or ``serving``."""
     if workload == "one_batch":
-        return run_one_batch(words)
+        return run_one_batch(words, pause)
+    pause()
     if workload == "ops":
         return run_ops(words)
     return run_serving(words, server_words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RESULT WORKLOAD SERVER_WORDS WORD...``: run and write ``RESULT``; 1 and one sentence when it cannot work."""
-    result, workload, server_words, *words = list(sys.argv[1:] if argv is None else argv)
+    """``[--wait] RESULT WORKLOAD SERVER_WORDS WORD...``: run and write ``RESULT``; 1 and one sentence when it cannot work.
+
+    With ``--wait`` the file ``ready`` appears beside ``RESULT`` before anything is timed, and a line on standard input starts the timing.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    waits = given[0] == WAIT
+    result, workload, server_words, *words = given[waits:]
+
+    def pause() -> None:
+        if waits:
+            Path(result).with_name(READY).touch()
+            if not sys.stdin.readline():
+                raise StartupError("nobody waits for this run any more")
+
     try:
-        arm = run(workload, words, shlex.split(server_words))
+        arm = run(workload, words, shlex.split(server_words), pause)
     except (FreetokenError, EnvironmentValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

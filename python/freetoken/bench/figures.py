@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +36,16 @@ def gpu_name(index: int = 0) -> str | None:
     if driver.cuDeviceGetName(name, len(name), device) != 0:
         return None
     return name.value.decode(errors="replace")
+
+
+def driver_version(file: str = "/proc/driver/nvidia/version") -> str | None:
+    """Version of NVIDIA's kernel module, ``580.65.06`` say; ``None`` where there is none, or where the system does not tell."""
+    try:
+        text = Path(file).read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)*)", text)
+    return found[1] if found else None
 
 
 def cpu_name() -> str:
@@ -82,14 +92,15 @@ def commit(root: Path | None = None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions that move a figure: Python's, and those of the numeric packages that are installed."""
+    """Versions that move a figure: Python's, those of the numeric packages that are installed, and of the GPU's driver."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    driver = driver_version()
+    return found if driver is None else found | {"driver": driver}
 
 
 def figure(what: str, *, model: str, device: str, **values: Any) -> dict[str, Any]:
@@ -115,6 +126,28 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return value
+
+
+def write_check(
+    path: str | Path, found: Iterable[dict[str, Any]], *, groups: Sequence[str], failed: Sequence[str]
+) -> None:
+    """One file of a whole check, replaced as a whole: ``card``, ``driver`` (``null`` where unknown), ``time``, ``commit``, ``versions``, the
+    ``groups`` that were run, the parts that ``failed``, and all ``figures``."""
+    known = versions()
+    document = {
+        "card": gpu_name() or cpu_name(),
+        "driver": known.pop("driver", None),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": known,
+        "groups": list(groups),
+        "failed": list(failed),
+        "figures": list(map(_rounded, found)),
+    }
+    target = Path(path)
+    partial = target.with_name(target.name + ".part")
+    partial.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    partial.replace(target)
 
 
 def append(path: str | Path, figures: Iterable[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from freetoken.bench import figures
-from freetoken.bench.one_batch import BatchDriver, Launched, random_ids, shapes
+from freetoken.bench.one_batch import BatchDriver, Launched, grammar_shapes, random_ids
 from freetoken.errors import StartupError
 from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.sampling_params import Grammar, SamplingParams
@@ -87,14 +87,14 @@ class GrammarDriver(BatchDriver):
 def compare_grammar(
     runner: ModelRunner, config: Config, tokenizer: Tokenizer, args: argparse.Namespace, label: str
 ) -> list[dict[str, Any]]:
-    """Every shape of the flags, ``--repeats`` pairs each; prints a line each and returns the figures."""
+    """Every shape of ``--compare-grammar``, ``--repeats`` pairs each; prints a line each and returns the figures."""
     compiler = GrammarCompiler(lambda: tokenizer, config.sample_vocab, config.model.eos_token_ids)
     grammar, grammars = schema(args.output_len), Grammars(compiler)
     compiler.compile(grammar)
     plain = SamplingParams(max_new_tokens=args.output_len, temperature=1.0, seed=0, ignore_eos=True)
     masked = SamplingParams(max_new_tokens=args.output_len, temperature=1.0, seed=0, ignore_eos=True, grammar=grammar)
     found: list[dict[str, Any]] = []
-    for requests, input_len in shapes(args):
+    for requests, input_len in grammar_shapes(args):
         plain_ms: list[float] = []
         masked_ms: list[float] = []
         fill_us: list[float] = []

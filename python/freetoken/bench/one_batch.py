@@ -8,13 +8,14 @@ in a server that has run for a while.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,12 +163,14 @@ class BatchDriver:
         return stamps
 
     def run(self) -> Timing:
-        """Prefill, then ``output_len - 1`` decode steps, of which the first few are not timed."""
+        """Prefill, then ``output_len - 1`` decode steps, of which the first few are not timed, nor is the last: it is collected without a
+        launch before that, so where a launch takes longer than a step its time is not that of the others."""
         prefills = self.prefill_batches()
         start = time.perf_counter()
         prefill_s = self._run(prefills)[-1] - start
         stamps = self._run([self.decode_batch(index) for index in range(self.output_len - 1)])
-        timed = stamps[min(WARMUP_STEPS, len(stamps) - 2) :]
+        ends = stamps[:-1]
+        timed = ends[min(WARMUP_STEPS, len(ends) - 2) :]
         steps = [b - a for a, b in itertools.pairwise(timed)]
         outputs = [req.ids[req.prompt_len :] for req in self.reqs]
         return Timing(prefill_s, len(prefills), steps, timed[-1] - timed[0], outputs)
@@ -248,11 +251,13 @@ def parser() -> argparse.ArgumentParser:
     add("--output", help="Append the figures as JSON lines.")
     add("--label", help="What the model is, for the figures; default: its served name.")
     add("--no-roof", action="store_true", help="Do not measure bandwidth and matmul rate.")
+    add("--eager-too", action="store_true", help="Run each shape a second time without graphs.")
     add("--compare-transformers", action="store_true", help="Run transformers' generate on the same weights as well.")
     add(
         "--compare-grammar",
-        action="store_true",
-        help="Time decode under a JSON schema as well, in pairs with and without.",
+        nargs="*",
+        metavar="BxL",
+        help="Time decode under a JSON schema as well, in pairs with and without: these of the shapes, or all of them.",
     )
     return result
 
@@ -266,6 +271,7 @@ _OWN = (
     "output",
     "label",
     "no_roof",
+    "eager_too",
     "compare_transformers",
     "compare_grammar",
 )
@@ -276,17 +282,45 @@ def check(args: argparse.Namespace) -> None:
     cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "output_len": WARMUP_STEPS + 2, "repeats": 1})
     if args.compare_transformers and args.load_format == "dummy":
         raise StartupError("--compare-transformers needs real weights, not --load-format dummy")
+    if unknown := set(_pairs("--compare-grammar", args.compare_grammar or ())) - set(shapes(args)):
+        raise StartupError("--compare-grammar {}x{} is none of the shapes".format(*min(unknown)))
+
+
+def _pairs(flag: str, words: Sequence[str]) -> list[tuple[int, int]]:
+    pairs = []
+    for text in words:
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+        if match is None:
+            raise StartupError(f"{flag} must be like 64x1024, not {text!r}")
+        pairs.append((int(match[1]), int(match[2])))
+    return pairs
+
+
+def grammar_shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The shapes of ``--compare-grammar``: all where it names none."""
+    return _pairs("--compare-grammar", args.compare_grammar) or shapes(args)
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     """``(requests, prompt tokens)`` to run: those of ``--shape``, else every batch size at every length."""
-    pairs = []
-    for text in args.shape:
-        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-        if match is None:
-            raise StartupError(f"--shape must be like 64x1024, not {text!r}")
-        pairs.append((int(match[1]), int(match[2])))
+    pairs = _pairs("--shape", args.shape)
     return pairs or [(size, length) for length in args.input_len for size in args.batch_size]
+
+
+def graph_choices(args: argparse.Namespace) -> tuple[bool, ...]:
+    """How each shape is run: with the runner's graphs, and with ``--eager-too`` without."""
+    return (True, False) if args.eager_too else (True,)
+
+
+@contextlib.contextmanager
+def graphs_set(runner: ModelRunner, on: bool) -> Iterator[None]:
+    """``runner`` as it is, or (``on`` false) launching kernel by kernel as if it had no graphs."""
+    graphs = runner.graphs
+    try:
+        runner.graphs = graphs if on else None
+        yield
+    finally:
+        runner.graphs = graphs
 
 
 def server_args(args: argparse.Namespace, own: Sequence[str] = _OWN) -> ServerArgs:
@@ -299,6 +333,9 @@ def server_args(args: argparse.Namespace, own: Sequence[str] = _OWN) -> ServerAr
     if result.max_total_tokens is None:
         size = result.page_size
         result.max_total_tokens = max(count * -(-(length + args.output_len) // size) * size for count, length in pairs)
+    if result.state_cache_gb is None:
+        # Nothing is ever restored here, and page-locking what is the default takes seconds.
+        result.state_cache_gb = 0.0
     result.cuda_graph_bs = result.cuda_graph_bs or sorted({count for count, _ in pairs})
     return result
 
@@ -324,12 +361,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     def replays() -> int:
         return sum(runner.graph_counts()[0].values())
 
-    for requests, input_len in shapes(args):
+    for (requests, input_len), graphs in itertools.product(shapes(args), graph_choices(args)):
         before = replays()
-        timings = [
-            BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
-            for seed in range(args.repeats + 1)
-        ]
+        with graphs_set(runner, graphs):
+            timings = [
+                BatchDriver(runner, config, random_ids(config, requests, input_len, seed), args.output_len).run()
+                for seed in range(args.repeats + 1)
+            ]
         pair = to_figures(
             timings[1:],  # the first run compiles kernels
             config,
@@ -346,7 +384,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         from freetoken.bench.compare import compare_transformers
 
         found += compare_transformers(runner, config, args, label)
-    if args.compare_grammar:
+    if args.compare_grammar is not None:
         from freetoken.bench.grammar import compare_grammar
 
         found += compare_grammar(runner, config, tokenizer, args, label)

@@ -7,6 +7,7 @@ gets no figure. Inputs are the same in every call: those that fit the cache are 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from freetoken.bench.op_rows import Case
 
 GRAPH_CALLS = 20
-REPLAYS = 30
+REPLAYS, REPLAY_SECONDS = 30, 0.1
+EAGER_CALLS, EAGER_SECONDS = 10, 0.2
+"""Most calls behind one figure, and the seconds in which as many as fit are enough."""
 NAMES = (
     "rms_norm",
     "rope_kv",
@@ -83,6 +86,11 @@ def check(name: str, case: Case) -> float:
     return worst
 
 
+def repeats_in(budget: float, once: float, most: int) -> int:
+    """How often to time what takes ``once`` seconds within ``budget`` seconds: from 5 times to ``most``."""
+    return max(5, min(most, int(budget / max(once, 1e-9))))
+
+
 def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> float:
     """Median microseconds of one ``call`` among ``calls`` in a replayed CUDA graph."""
     import torch
@@ -96,25 +104,20 @@ def graph_microseconds(call: Callable[[], object], calls: int = GRAPH_CALLS) -> 
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    seconds = [roof.timer("cuda")(graph.replay, REPLAYS) for _ in range(3)]
+    repeats = repeats_in(REPLAY_SECONDS, roof.timer("cuda")(graph.replay, 1), REPLAYS)
+    seconds = [roof.timer("cuda")(graph.replay, repeats) for _ in range(3)]
     return statistics.median(seconds) / calls * 1e6
 
 
 def eager_microseconds(call: Callable[[], object]) -> float:
     """Median microseconds of one eager call: for references that cannot be captured."""
-    return roof.timer("cuda")(call, 10) * 1e6
+    once = roof.timer("cuda")(call, 1)
+    return roof.timer("cuda")(call, repeats_in(EAGER_SECONDS, once, EAGER_CALLS)) * 1e6
 
 
 def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float) -> dict[str, Any]:
     """The figure of one checked case. ``bandwidth`` is bytes a second, ``rate`` FLOPs a second."""
     us = graph_microseconds(case.fused, case.calls)
-    outside: dict[str, float] = {}
-    if case.uncaptured:
-        for prefix, call in (("", case.fused), ("reference_", case.reference)):
-            cost = uncaptured.measure(call)
-            outside[f"{prefix}wall_us"] = cost.wall_us
-            outside[f"{prefix}busy_us"] = cost.busy_us
-            outside[f"{prefix}launches"] = cost.launches
     bound_us = max(case.bytes / bandwidth, case.flops / rate) * 1e6
     return figures.figure(
         f"op {name}",
@@ -126,10 +129,20 @@ def time_case(name: str, case: Case, error: float, bandwidth: float, rate: float
         gb_s=case.bytes / us / 1e3,
         tflop_s=case.flops / us / 1e6,
         relative_rms=error,
-        **outside,
         roof=bound_us,
         share=bound_us / us,
     )
+
+
+def add_uncaptured(timed: Sequence[tuple[dict[str, Any], Case]]) -> None:
+    """Put into each figure what a call costs outside a graph, fused and by the reference; to be done last of all."""
+    costs = iter(uncaptured.measure([call for _, case in timed for call in (case.fused, case.reference)]))
+    for figure, case in timed:
+        for prefix in ("", "reference_"):
+            for key, value in dataclasses.asdict(next(costs)).items():
+                figure[prefix + key] = value
+        shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
+        print(f"{figure['what'].removeprefix('op '):<18} {shape:<34} outside a graph: {_sides(figure)}", flush=True)
 
 
 def _sides(figure: dict[str, Any]) -> str:
@@ -166,6 +179,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     bandwidth, rate = roof.measure("cuda", "bfloat16")
     found: list[dict[str, Any]] = []
     red: list[str] = []
+    outside: list[tuple[dict[str, Any], Case]] = []
     if args.tune or CHAIN in names:
         found += _chain(args, bandwidth, CHAIN in names)
     for name in (name for name in names if name != CHAIN):
@@ -186,8 +200,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
             if case.uncaptured:
-                print(f"{'':<13} {'outside a graph':<34} {_sides(figure)}", flush=True)
+                outside.append((figure, case))
         found += timed
+    if outside:
+        with torch.inference_mode():
+            add_uncaptured(outside)
     if CHAIN in names or "pq2_gemv" in names:
         from freetoken.bench import pq2
 

@@ -61,39 +61,54 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What was profiled: a file name without its ending, its trace, and the microseconds a step took by the clock: ``traced_us`` under
-    the profiler, ``plain_us`` without, 0 for a trace whose making was not watched."""
+    """What was profiled: a file name without its ending, its trace, and microseconds by the clock: ``traced_us`` a step under the profiler,
+    ``plain_us`` a step without, and ``run_us`` from the launch of the first step in the trace until the last was collected. All are 0 for
+    a trace whose making was not watched."""
 
     name: str
     trace: Path
     traced_us: float = 0.0
     plain_us: float = 0.0
+    run_us: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Seconds on the host's clock: of a step, and of the whole run."""
+
+    step: float
+    run: float
 
 
 class ProfiledBatch(BatchDriver):
     """A batch whose first prefill chunk and whose decode steps behind the warm-up are timed, under the profiler where there is one."""
 
-    def _timed(self, batches: Sequence[ScheduleBatch], session: Session | None, path: Path | None) -> float:
-        """Seconds a step by the clock. On a GPU those between the ends of steps, since launches overlap; on a CPU a launch is the step."""
+    def _timed(self, batches: Sequence[ScheduleBatch], session: Session | None, path: Path | None) -> Clock:
+        """A run of ``batches``. On a GPU a step takes the time between collections, since launches overlap; on a CPU a launch is the step.
+
+        A step is collected behind the launch of the next. Where that launch lasts longer than the step, as under the profiler, all
+        collections are late by as much, but for the last one: the time before that is no step's and is left out.
+        """
         if session is not None:
             session.start()
         start = time.perf_counter()
         stamps = self._run(batches)
         if session is not None and path is not None:
             session.stop(path)
-        if self.config.device == "cuda" and len(stamps) > 1:
-            return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
-        return (stamps[-1] - start) / len(stamps)
+        run = stamps[-1] - start
+        if self.config.device == "cuda" and len(stamps) > 2:
+            return Clock((stamps[-2] - stamps[0]) / (len(stamps) - 2), run)
+        return Clock(run / len(stamps), run)
 
-    def prefill(self, session: Session | None = None, path: Path | None = None) -> float:
-        """Prefill; returns the seconds of the first chunk."""
+    def prefill(self, session: Session | None = None, path: Path | None = None) -> Clock:
+        """Prefill; the clock is that of the first chunk."""
         first, *rest = self.prefill_batches()
-        seconds = self._timed([first], session, path)
+        clock = self._timed([first], session, path)
         self._run(rest)
-        return seconds
+        return clock
 
-    def decode(self, steps: int, session: Session | None = None, path: Path | None = None) -> float:
-        """Decode; ``steps`` steps and one before them are timed. Returns the mean seconds of a step."""
+    def decode(self, steps: int, session: Session | None = None, path: Path | None = None) -> Clock:
+        """Decode; ``steps`` steps and one before them are timed."""
         batches = [self.decode_batch(index) for index in range(WARMUP_STEPS + steps + 1)]
         self._run(batches[:WARMUP_STEPS])
         return self._timed(batches[WARMUP_STEPS:], session, path)
@@ -115,7 +130,7 @@ def plain_seconds(runner: ModelRunner, config: Config, shape: tuple[int, int], s
     seconds = 0.0, 0.0
     for seed in range(2):  # the first run compiles kernels
         batch = make_batch(runner, config, shape, steps, seed)
-        seconds = batch.prefill(), batch.decode(steps)
+        seconds = batch.prefill().step, batch.decode(steps).step
     return seconds
 
 
@@ -128,9 +143,12 @@ def take(
     batch = make_batch(runner, config, shape, steps, 2)
     names = [f"{kind}-{shape[0]}x{shape[1]}" for kind in ("prefill", "decode")]
     prefill, decode = (to / f"{name}.trace.json" for name in names)
-    prefill_s = batch.prefill(Session(runner, roofs), prefill)
-    decode_s = batch.decode(steps, Session(runner, roofs), decode)
-    return Taken(names[0], prefill, prefill_s * 1e6), Taken(names[1], decode, decode_s * 1e6)
+    clocks = batch.prefill(Session(runner, roofs), prefill), batch.decode(steps, Session(runner, roofs), decode)
+    first, second = (
+        Taken(name, path, clock.step * 1e6, run_us=clock.run * 1e6)
+        for name, path, clock in zip(names, (prefill, decode), clocks)
+    )
+    return first, second
 
 
 def _whole(value: float) -> float | int:
@@ -149,18 +167,21 @@ def to_figures(profile: Profile, taken: Taken, context: dict[str, Any]) -> list[
         "us": profile.step_us,
         "gaps_us": profile.gap_us,
         "busy": profile.busy,
+        "hidden_us": profile.hidden_us,
         "launches": profile.launches,
         "host_launches": profile.host_launches,
         "gb": sum(row.bytes for row in profile.roles) / 1e9,
         "guessed": profile.guessed,
     }
     if taken.traced_us:
-        accounted = profile.step_us / taken.traced_us
-        step |= {"traced_us": taken.traced_us, "plain_us": taken.plain_us, "accounted": accounted}
+        step |= {"traced_us": taken.traced_us, "plain_us": taken.plain_us}
+        step |= {"run_us": taken.run_us, "accounted": accounted(taken, profile)}
     found = [figures.figure(what, **context, **shape, **step)]
     for row in profile.roles:
         values: dict[str, Any] = {"us": row.us, "of_step": row.us / profile.step_us, "gaps_us": row.gap_us}
         values["launches"] = row.launches
+        if row.hidden_us:
+            values["hidden_us"] = row.hidden_us
         if row.bytes:
             values |= {"gb": row.bytes / 1e9, "gb_s": row.gb_s}
         if row.operations:
@@ -171,12 +192,18 @@ def to_figures(profile: Profile, taken: Taken, context: dict[str, Any]) -> list[
     return found
 
 
+def accounted(taken: Taken, profile: Profile) -> float:
+    """Roles and gaps of all steps over the time of the run by the clock. Both begin where the first step is launched and nothing else is under
+    way, and end with the last: what the clock has more is the host before that launch and behind the last kernel."""
+    return profile.run_us / taken.run_us
+
+
 def report(taken: Taken, profile: Profile, kernels: int) -> str:
     """The table, and how it compares with the clock."""
     text = summary.table(profile, kernels)
     if taken.traced_us:
-        accounted = f"{profile.step_us / taken.traced_us:.1%} accounted for"
-        text += f"\nby the clock {taken.traced_us:,.1f} us under the profiler ({accounted}), {taken.plain_us:,.1f} us without it\n"
+        text += f"\nby the clock {taken.traced_us:,.1f} us a step under the profiler, {taken.plain_us:,.1f} us without it; roles and gaps "
+        text += f"of the whole run {profile.run_us:,.1f} us of {taken.run_us:,.1f} us ({accounted(taken, profile):.1%} accounted for)\n"
     return text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,8 +124,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for name in self.ops:
-            owner = ROWS[name].load()
-            for method in ROWS[name].methods:
+            for owner, method in itertools.product(ROWS[name].load_recorded(), ROWS[name].methods):
                 self._wrap(owner, method, functools.partial(self._wrapped_call, name, method, isinstance(owner, type)))
         for cls in self._layer_classes:
             self._wrap(cls, "forward", self._wrapped_layer)
@@ -188,6 +188,7 @@ class Recorder:
         where = f"layer {self._layer}" if self._layer >= 0 else "outside"
         label = f"{self._step}/{where}/{name}.{method}.{number}"
         call = Call(label, name, method, self._step, self._layer, {}, op=op)
+        arguments = ROWS[name].view(op, method, arguments)
         call.inputs = {
             key: self._encode(call, f"in.{key}", value, link=self._links) for key, value in arguments.items()
         }

@@ -126,6 +126,8 @@ def capture(args: argparse.Namespace) -> list[dict[str, Any]]:
     if values.max_total_tokens is None:
         pages = -(-(args.input_len + tokens) // values.page_size)
         values.max_total_tokens = args.batch_size * pages * values.page_size
+    if values.state_cache_gb is None:
+        values.state_cache_gb = 0.0  # nothing is ever restored here
     # Inside a replayed graph no call can be seen.
     values.disable_cuda_graph = True
     with Writer(Path(args.out)) as writer:
@@ -278,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = result.add_subparsers(dest="command", required=True)
     server = server_parser()
-    ops = [*(op.name for op in dispatch.OPS if op.folder is None), "all"]
+    ops = [*(op.name for op in dispatch.OPS if op.folder is None), "attention", "all"]
     add = _command(commands, "capture", server, "Record calls from a run of one batch.")
     add("out", help="Folder to write.")
     add("--ops", nargs="+", default=["all"], choices=ops, help="Ops to record.")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from freetoken.bench import replay_attention
 from freetoken.errors import StartupError
 from freetoken.kernels.checking import RELATIVE_RMS
 from freetoken.kernels.dispatch import OPS, Choice
@@ -30,6 +31,10 @@ def _nothing(op: Any, method: str, arguments: Arguments) -> None:
     """Nothing has to be prepared."""
 
 
+def _as_given(op: Any, method: str, arguments: Arguments) -> Arguments:
+    return arguments
+
+
 @dataclass(frozen=True)
 class Row:
     """One op. ``owner`` is ``module:Class``, or a module whose functions take the implementation as ``impl``; ``methods`` the
@@ -39,6 +44,9 @@ class Row:
     ``ready(op, method, arguments)`` prepares it for one call as its caller would: scratch memory, and tables in ``arguments`` that
     depend on the implementation, which it replaces. ``bounds`` are the largest relative RMS by the type of the inputs; ``like``
     names the attribute of ``model.ops`` that ``build`` needs.
+
+    ``recorded`` names the classes whose calls are recorded where it is not the owner's; ``view(op, method, arguments)`` makes of such
+    a call's arguments those that are kept, for ``ready``.
     """
 
     owner: str
@@ -48,6 +56,8 @@ class Row:
     more: tuple[str, ...] = ()
     bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: RELATIVE_RMS)
     like: str | None = None
+    recorded: tuple[str, ...] = ()
+    view: Callable[[Any, str, Arguments], Arguments] = _as_given
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -55,9 +65,17 @@ class Row:
 
     def load(self) -> Any:
         """The class or the module."""
-        module, _, name = self.owner.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
+        return _load(self.owner)
+
+    def load_recorded(self) -> list[Any]:
+        """The classes, or the module, whose calls are recorded."""
+        return [_load(path) for path in self.recorded or (self.owner,)]
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
 
 
 def _rope(owner: Any, choice: Choice, like: Any) -> Any:
@@ -174,6 +192,17 @@ ROWS: dict[str, Row] = {
         {"add": ("residual",), "norm": ("residual",), "squash": (), "mix": ()},
     ),
     "qsa": Row("freetoken.kernels.qsa:Qsa", {"attend_decodes": ()}, _qsa, like="qsa"),
+    # No row of the table of ops: its implementations are the backends of --attention-backend.
+    "attention": Row(
+        "freetoken.bench.replay_attention:PagedAttention",
+        {"forward": ()},
+        ready=replay_attention.ready,
+        recorded=(
+            "freetoken.runner.attention_torch:TorchAttention",
+            "freetoken.runner.attention_triton:TritonAttention",
+        ),
+        view=replay_attention.gathered,
+    ),
 }
 
 

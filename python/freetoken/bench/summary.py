@@ -1,4 +1,4 @@
-"""Figures as short lines for a terminal: ``python -m freetoken.bench.summary FILE...`` (torch-free).
+"""Figures as short lines for a terminal, and all in one file: ``python -m freetoken.bench.summary FILE... [--json CHECK]`` (torch-free).
 
 A serving figure stands beside the decode rate that ``one_batch`` reached with as many requests at the same depth, when
 the files hold one: what HTTP, scheduling and detokenising cost.
@@ -56,6 +56,15 @@ def serving_line(figure: dict[str, Any], others: Sequence[dict[str, Any]]) -> st
     return text
 
 
+def ab_line(figure: dict[str, Any]) -> str:
+    """A metric of an experiment of ``ab``."""
+    return (
+        f"{figure['what']} {figure['b']} against {figure['a']}, {figure['metric']}: {figure['b_value']:.4g} against "
+        f"{figure['a_value']:.4g}, ratio {figure['ratio']:.4f} ({figure['low']:.4f} to {figure['high']:.4f}), noise "
+        f"±{figure['noise']:.2%}: {figure['verdict']}"
+    )
+
+
 def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     """One line a figure, in order; kinds without a form of their own show their plain values."""
     result = []
@@ -64,6 +73,8 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
             result.append(one_batch_line(figure))
         elif figure["what"] == "serving http":
             result.append(serving_line(figure, found))
+        elif figure["what"].startswith("ab "):
+            result.append(ab_line(figure))
         else:
             values = {k: v for k, v in figure.items() if k not in figures.CONTEXT and isinstance(v, int | float | str)}
             shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
@@ -72,17 +83,24 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures of all files; 1 when one cannot be read."""
+    """Print the figures of all files; 1 when one cannot be read, or ``--json`` not be written."""
     found: list[dict[str, Any]] = []
     parser = argparse.ArgumentParser(prog="python -m freetoken.bench.summary", description="Print figures as lines.")
-    parser.add_argument("files", nargs="+", help="JSON lines that the benchmarks wrote.")
+    parser.add_argument("files", nargs="*", help="JSON lines that the benchmarks wrote.")
+    parser.add_argument("--json", help="Write card, driver, versions, commit and all figures to this file.")
+    parser.add_argument("--groups", nargs="*", default=[], help="What was run, for that file.")
+    parser.add_argument("--failed", nargs="*", default=[], help="What of it failed, for that file.")
+    args = parser.parse_args(argv)
     try:
-        for path in parser.parse_args(argv).files:
+        for path in args.files:
             found += figures.read(path)
+        if args.json:
+            figures.write_check(args.json, found, groups=args.groups, failed=args.failed)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(*lines(found), sep="\n")
+    if found:
+        print(*lines(found), sep="\n")
     return 0
 
 

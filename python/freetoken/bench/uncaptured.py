@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from freetoken import environ
 
 PROFILED_CALLS = 50
 
@@ -43,14 +45,21 @@ def device_work(events: Iterable[Any], calls: int) -> tuple[float, float]:
     return sum(spans) / calls, len(spans) / calls
 
 
-def measure(call: Callable[[], object]) -> Cost:
-    """Wall time without the profiler, the rest with it."""
+def profiled(call: Callable[[], object]) -> tuple[float, float]:
+    """As :func:`device_work`, of ``call``. The tracing tools then stay in the process: taken down between profiles that follow soon, beside
+    graphs that were captured in the meantime, they can bring the process down at its end."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    wall = wall_microseconds(call)
+    environ.keep_profiler_tools()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_CALLS):
             call()
         torch.cuda.synchronize()
-    return Cost(wall, *device_work(profiler.events() or (), PROFILED_CALLS))
+    return device_work(profiler.events() or (), PROFILED_CALLS)
+
+
+def measure(calls: Sequence[Callable[[], object]]) -> list[Cost]:
+    """The cost of each call. Nothing should be timed in this process afterwards: the profiler's tools slow launches down."""
+    walls = [wall_microseconds(call) for call in calls]
+    return [Cost(wall, *profiled(call)) for wall, call in zip(walls, calls)]

@@ -1,8 +1,8 @@
 """From a trace to the time of each role (torch-free, pure).
 
 **On a GPU** work counts in order of its start, each piece by what it adds: ``end - max(start, the latest end before)``, and before
-it a gap where ``start`` lies behind that end. Kernels that overlap (programmatic dependent launch) thus share no time, and roles
-and gaps add up to the step. A piece has the role of the innermost range around its launch. Kernels of a graph have one launch in
+it a gap where ``start`` lies behind that end. Kernels that overlap (programmatic dependent launch) thus share no time, one that lies
+wholly under others adds none, and roles and gaps add up to the step. How long each ran is kept beside. A piece has the role of the innermost range around its launch. Kernels of a graph have one launch in
 common; they take theirs, in order and by name, from a reference run of the same batch size outside its graph. Where that fails a
 kernel takes the role that its name has most often elsewhere in the trace, and without one ``other``.
 
@@ -46,7 +46,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Piece:
-    """A kernel (on a CPU: an operator or a range) of step ``step``: microseconds it adds, and of the gap before it."""
+    """A kernel (on a CPU: an operator or a range) of step ``step``: microseconds it adds, of the gap before it, and (``hidden``) those in
+    which it ran under kernels before it."""
 
     step: int
     role: str
@@ -55,6 +56,7 @@ class Piece:
     gap: float = 0.0
     how: str = BY_RANGE
     launch: int | None = None
+    hidden: float = 0.0
 
 
 @dataclass
@@ -215,7 +217,8 @@ def _account_gpu(trace: Trace, steps: list[Step]) -> Account:
         role, how = roles.found[index]
         if number >= 0:
             gap, added = max(0.0, kernel.start - before), max(0.0, kernel.end - max(kernel.start, before))
-            result.pieces.append(Piece(number, role or OTHER, kernel.name, added, gap, how, kernel.correlation))
+            hidden = kernel.end - kernel.start - added
+            result.pieces.append(Piece(number, role or OTHER, kernel.name, added, gap, how, kernel.correlation, hidden))
         cursor, current = max(before, kernel.end), number
     return result
 

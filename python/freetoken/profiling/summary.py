@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from freetoken.errors import StartupError
@@ -19,18 +19,20 @@ NAME_WIDTH = 64
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel (on a CPU an operator) in a role: microseconds and launches a step."""
+    """A kernel (on a CPU an operator) in a role: microseconds and launches a step. It ran for ``us`` and ``hidden_us``, the latter under
+    kernels that began before it, whose time that is."""
 
     role: str
     name: str
     us: float
     launches: float
+    hidden_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class RoleRow:
     """A role: microseconds a step, microseconds of gaps before its kernels, launches, bytes and operations. ``roof_us`` is what it could
-    take at best, 0 where that is not known."""
+    take at best, 0 where that is not known. ``hidden_us`` as of a kernel."""
 
     role: str
     us: float
@@ -39,6 +41,7 @@ class RoleRow:
     bytes: float
     operations: float
     roof_us: float
+    hidden_us: float = 0.0
 
     @property
     def gb_s(self) -> float:
@@ -56,7 +59,9 @@ class Profile:
     """One kind of step, ``decode``, ``prefill`` or ``mixed``: means over ``steps`` steps, microseconds.
 
     ``step_us`` is the sum of all roles' ``us`` and of ``gap_us``. ``launches`` counts pieces of work, ``host_launches`` calls that put them on
-    the GPU. ``guessed`` is the share of the time whose role was found by the kernel's name alone, or not at all.
+    the GPU. ``guessed`` is the share of the time whose role was found by the kernel's name alone, or not at all. ``hidden_us`` is what
+    kernels ran under others, in no sum. ``run_us`` is the time of all whole steps of the kind together, chained or not: the means leave some
+    out, a clock around the run does not.
     """
 
     kind: str
@@ -70,6 +75,8 @@ class Profile:
     guessed: float
     roles: list[RoleRow]
     kernels: list[KernelRow]
+    hidden_us: float = 0.0
+    run_us: float = 0.0
 
     @property
     def busy(self) -> float:
@@ -97,7 +104,9 @@ def profiles(trace: Trace, facts: Facts | None = None) -> list[Profile]:
     result = []
     for kind, numbers in sorted(by_kind.items()):
         chained = [n for n in numbers if found.steps[n].chained]
-        result.append(_profile(kind, chained or numbers, found, facts))
+        every = set(numbers)
+        run_us = sum(piece.us + piece.gap for piece in found.pieces if piece.step in every)
+        result.append(replace(_profile(kind, chained or numbers, found, facts), run_us=run_us))
     return result
 
 
@@ -119,6 +128,7 @@ def _profile(kind: str, numbers: Sequence[int], found: Account, facts: Facts) ->
         guessed=guessed / busy if busy else 0.0,
         roles=_role_rows(pieces, values, facts, found, count),
         kernels=_kernel_rows(pieces, found, count),
+        hidden_us=sum(p.hidden for p in pieces) / count,
     )
 
 
@@ -146,18 +156,20 @@ def _role_rows(
         if facts.bandwidth and facts.rate and role not in PARTIAL:
             roof = max(size / facts.bandwidth, work / facts.rate) * 1e6
         times = sum(p.us for p in mine) / count, sum(p.gap for p in mine) / count
-        rows.append(RoleRow(role, *times, sum(_launches(found, p) for p in mine) / count, size, work, roof))
+        launches, hidden = (sum(part) / count for part in zip(*((_launches(found, p), p.hidden) for p in mine)))
+        rows.append(RoleRow(role, *times, launches, size, work, roof, hidden))
     return rows
 
 
 def _kernel_rows(pieces: Sequence[Piece], found: Account, count: int) -> list[KernelRow]:
     """The longest first."""
-    spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for piece in pieces:
         entry = spent[(piece.role, piece.name)]
         entry[0] += piece.us
         entry[1] += _launches(found, piece)
-    rows = [KernelRow(role, name, us / count, launches / count) for (role, name), (us, launches) in spent.items()]
+        entry[2] += piece.hidden
+    rows = [KernelRow(*key, *(total / count for total in totals)) for key, totals in spent.items()]
     return sorted(rows, key=lambda row: (-row.us, row.role, row.name))
 
 
@@ -176,7 +188,7 @@ def table(profile: Profile, kernels: int = KERNELS_SHOWN) -> str:
     """Roles, then the ``kernels`` longest kernels, as text. Empty cells are what does not apply or is not known."""
     lines = [
         title(profile),
-        f"{'role':<14} {'us':>10} {'of step':>8} {'gaps us':>9} {'launches':>9} {'MB':>10} {'GB/s':>8} {'GFLOP':>9} {'of roof':>8}",
+        f"{'role':<14} {'us':>10} {'of step':>8} {'gaps us':>9} {'hidden us':>9} {'launches':>9} {'MB':>10} {'GB/s':>8} {'GFLOP':>9} {'of roof':>8}",
     ]
 
     def cell(value: float, form: str) -> str:
@@ -188,7 +200,8 @@ def table(profile: Profile, kernels: int = KERNELS_SHOWN) -> str:
     for row in profile.roles:
         roof = "" if row.share is None else f"{row.share:.1%}"
         lines.append(
-            f"{row.role:<14} {row.us:>10.2f} {share(row.us):>8} {cell(row.gap_us, '.2f'):>9} {cell(row.launches, '.4g'):>9} "
+            f"{row.role:<14} {row.us:>10.2f} {share(row.us):>8} {cell(row.gap_us, '.2f'):>9} {cell(row.hidden_us, '.2f'):>9} "
+            f"{cell(row.launches, '.4g'):>9} "
             f"{cell(row.bytes / 1e6, '.3f'):>10} {cell(row.gb_s if row.bytes else 0.0, '.1f'):>8} "
             f"{cell(row.operations / 1e9, '.3f'):>9} {roof:>8}"
         )
@@ -196,15 +209,21 @@ def table(profile: Profile, kernels: int = KERNELS_SHOWN) -> str:
         lines.append(f"{'gaps':<14} {profile.gap_us:>10.2f} {share(profile.gap_us):>8}")
     size = sum(row.bytes for row in profile.roles) / 1e6
     lines.append(
-        f"{'step':<14} {profile.step_us:>10.2f} {'':>8} {cell(profile.gap_us, '.2f'):>9} {profile.launches:>9.4g} {cell(size, '.3f'):>10}"
+        f"{'step':<14} {profile.step_us:>10.2f} {'':>8} {cell(profile.gap_us, '.2f'):>9} {cell(profile.hidden_us, '.2f'):>9} "
+        f"{profile.launches:>9.4g} {cell(size, '.3f'):>10}"
     )
     if profile.device != "cpu":
         lines.append(f"busy {profile.busy:.1%}, {profile.host_launches:.4g} launches by the host")
+    if profile.hidden_us:
+        lines.append(
+            f"kernels run under others for {profile.hidden_us:.2f} us a step, which counts once, as the time of the one that began first"
+        )
     if profile.guessed:
         lines.append(f"{profile.guessed:.1%} of the time has its role by the kernel's name alone, or none")
     if kernels:
-        lines += ["", f"{'us':>10} {'launches':>9}  {'role':<14} kernel"]
+        lines += ["", f"{'us':>10} {'hidden us':>9} {'launches':>9}  {'role':<14} kernel"]
         for kernel in profile.kernels[:kernels]:
             name = kernel.name if len(kernel.name) <= NAME_WIDTH else kernel.name[: NAME_WIDTH - 3] + "..."
-            lines.append(f"{kernel.us:>10.2f} {cell(kernel.launches, '.4g'):>9}  {kernel.role:<14} {name}")
+            hidden = cell(kernel.hidden_us, ".2f")
+            lines.append(f"{kernel.us:>10.2f} {hidden:>9} {cell(kernel.launches, '.4g'):>9}  {kernel.role:<14} {name}")
     return "\n".join(lines) + "\n"
