@@ -43,7 +43,7 @@ class ServerArgs:
     model_path: str | None = _flag(
         None,
         "model",
-        "Folder of safetensors or a .gguf file. Without it, the embedded SmolLM2-135M-Instruct.",
+        "Folder of safetensors or a .gguf file (any part of a split one). Without it, the embedded SmolLM2-135M-Instruct.",
         names=("--model-path", "--model"),
         kind=str,
     )
