@@ -143,6 +143,7 @@ def test_a_closed_terminal_drains(started: list[Process]) -> None:
         answer = pool.submit(httpx.post, **chat(url[1].decode(), "count", max_tokens=600), timeout=20)
         time.sleep(0.3)
         os.close(terminal)
+        os.killpg(server.process.pid, signal.SIGHUP)  # as the end of the shell would
         assert answer.result().json()["usage"]["completion_tokens"] == 600
     assert server.process.wait(10) == 0
 
