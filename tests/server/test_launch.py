@@ -141,7 +141,8 @@ def test_a_closed_terminal_drains(started: list[Process]) -> None:
     assert url is not None
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, **chat(url[1].decode(), "count", max_tokens=600), timeout=20)
-        time.sleep(0.3)
+        while httpx.get(url[1].decode() + "/live").json()["running"] < 1 and not answer.done():
+            time.sleep(0.01)
         os.close(terminal)
         os.killpg(server.process.pid, signal.SIGHUP)  # as the end of the shell would
         assert answer.result().json()["usage"]["completion_tokens"] == 600
