@@ -1,4 +1,4 @@
-"""Write a tiny random Llama, Qwen3, Qwen3.5 (also with experts) or qwen4_exp checkpoint with a tokenizer: a folder of safetensors, or a GGUF file.
+"""Write a tiny random Llama, Qwen3, Qwen3.5 (also with experts) or qwen4_exp checkpoint with a tokenizer: a folder of safetensors, or a GGUF file (or its parts).
 
     python scripts/make_tiny_model.py OUT --arch qwen3 --format safetensors --shards 2
     python scripts/make_tiny_model.py OUT.gguf --arch llama --format gguf --quant q4_0
@@ -136,7 +136,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def make_tiny_model(
     path: str | Path, *, format: str = "safetensors", quant: str = "f32", shards: int = 1, **options: Any
 ) -> Path:
-    """Write a checkpoint at ``path`` (a folder, or a ``.gguf`` file) and return it; ``options`` are those of
+    """Write a checkpoint at ``path`` (a folder, or a ``.gguf`` file) and return it, or the first of several ``.gguf`` parts; ``options`` are those of
     :class:`TinyModel`, without ``num_layers`` as many as the architecture needs. :class:`TinyModelError` or
     :class:`~freetoken.errors.StartupError` says in a sentence what does not fit."""
     options.setdefault("num_layers", default_layers(options.get("arch", TinyModel.arch), options.get("layer_pattern")))
@@ -145,7 +145,7 @@ def make_tiny_model(
     if format == "gguf":
         from tiny_gguf import write_gguf  # needs the gguf package
 
-        return write_gguf(Path(path), spec, quant)
+        return write_gguf(Path(path), spec, quant, shards)
     if quant not in FLOAT_QUANTS:
         raise TinyModelError(f"--quant {quant} needs --format gguf")
     return write_safetensors(Path(path), spec, quant, shards)
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="folder, or .gguf file, to write")
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
     parser.add_argument("--quant", choices=QUANTS, default="f32", help="block types need --format gguf")
-    parser.add_argument("--shards", type=int, default=1, help="safetensors files to spread the weights over")
+    parser.add_argument("--shards", type=int, default=1, help="files to spread the weights over")
     parser.add_argument("--full-size", action="store_true", help="a random 27B in PQ2_0; all other options are ignored")
     for field in dataclasses.fields(TinyModel):
         flag = "--" + field.name.replace("_", "-")

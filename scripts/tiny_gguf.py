@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ _FOLDED = (
 )
 
 
-def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
-    """Write one GGUF file; returns ``path``. It holds the weights that ``write_safetensors`` writes for the same ``spec`` (rounded
+def write_gguf(path: Path, spec: TinyModel, quant: str = "f32", shards: int = 1) -> Path:
+    """Write a GGUF file, or ``shards`` parts of one named after ``path``; returns the first that was written. It holds the weights that ``write_safetensors`` writes for the same ``spec`` (rounded
     to the type, converted and, with ``spec.hadamard``, rotated); K-quants and IQ types are random blocks of the same spread."""
     check_rows(spec, quant, block_elements(quant))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,16 +87,21 @@ def write_gguf(path: Path, spec: TinyModel, quant: str = "f32") -> Path:
     table = table_rows(spec, config) if spec.arch == "qwen4_exp" else None
     if table is not None:
         _write_tensor(writer, TABLE, table, spec.table_quant or quant, generator)
-    finish(writer)
-    return path
+    return finish(writer, shards)
 
 
-def finish(writer: gguf.GGUFWriter) -> None:
-    """Write everything that was added."""
+def finish(writer: gguf.GGUFWriter, shards: int = 1) -> Path:
+    """Write everything that was added, in ``shards`` parts of about as many tensors; returns the first file."""
+    rows = [row for part in writer.tensors for row in part.items()]
+    cuts = [len(rows) * part // shards for part in range(shards + 1)]
+    writer.tensors = [dict(rows[start:end]) for start, end in pairwise(cuts)]
+    assert writer.path is not None
+    first: Path = writer.format_shard_names(writer.path)[0]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return first
 
 
 def write_metadata(writer: gguf.GGUFWriter, spec: TinyModel, quant: str) -> None:

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 sources=(
-    messages.py environ.py errors.py hardware.py server_args.py sampling_params.py startup.py launch_server.py server
+    messages.py environ.py errors.py hardware.py server_args.py resolve.py sampling_params.py startup.py launch_server.py server
     config_file.py crash_dump.py logs.py scheduler/steps.py scheduler/watchdog.py
     scheduler/radix.py scheduler/allocator.py scheduler/policy.py scheduler/scheduler.py scheduler/request.py
     scheduler/queue.py scheduler/preemption.py scheduler/grammar.py grammar

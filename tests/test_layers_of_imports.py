@@ -23,6 +23,7 @@ TORCH_FREE = (
     "logs",
     "messages",
     "sampling_params",
+    "resolve",
     "server_args",
     "startup",
     "launch_server",

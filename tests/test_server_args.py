@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
 from freetoken.models.config import ModelConfig
-from freetoken.server_args import Config, ServerArgs, graph_buckets, model_overrides, parse, resolve
+from freetoken.resolve import graph_buckets, resolve
+from freetoken.server_args import Config, ServerArgs, model_overrides, parse
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -11,6 +11,7 @@ from freetoken.loader.checkpoint import open_checkpoint
 from freetoken.loader.demo import demo_model_path
 from freetoken.loader.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from freetoken.models.config import ModelConfig
+from freetoken.resolve import resolve
 from freetoken.server_args import Config, ServerArgs
 
 
@@ -44,7 +45,7 @@ def configure(args: ServerArgs, opened: Opened) -> Config:
     :class:`~freetoken.environ.EnvironmentValueError`, each one sentence, for what cannot work.
     """
     environ.validate()
-    return server_args.resolve(
+    return resolve(
         args,
         hardware.probe(),
         opened.model,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freetoken.bench import gdn_tune
-from freetoken.bench.op_rows import SMALL
+from freetoken.bench.op_cases import SMALL
 from freetoken.errors import StartupError
 
 

@@ -12,8 +12,9 @@ from freetoken.bench.one_batch import BatchDriver, Timing
 from freetoken.errors import StartupError
 from freetoken.hardware import Facts
 from freetoken.models.config import Fp8Config, ModelConfig, MoeConfig
+from freetoken.resolve import resolve
 from freetoken.scheduler.request import ScheduleBatch, StepResult
-from freetoken.server_args import Config, ServerArgs, resolve
+from freetoken.server_args import Config, ServerArgs
 
 MODEL = ModelConfig(
     architecture="Qwen3ForCausalLM",

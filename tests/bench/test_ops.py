@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from freetoken.bench import ops
-from freetoken.bench.op_rows import OPS, SMALL, Case, Sizes
+from freetoken.bench.op_cases import SMALL, Case, Sizes
+from freetoken.bench.op_rows import OPS
 from freetoken.bench.ops import OpCheckError
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from poison import DEVICE
 
-from freetoken.bench import op_rows, replay_arm, replay_rows
+from freetoken.bench import op_cases, op_rows, replay_arm, replay_rows
 from freetoken.bench.recorder import Call, Recorder, same_bits, tensors_of
 from freetoken.bench.replay_store import decode
 from freetoken.kernels import dispatch, launch
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 # Where there is a GPU these are tests of it.
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
-SIZES = dataclasses.replace(op_rows.SMALL, dtype=torch.bfloat16) if DEVICE == "cuda" else op_rows.SMALL
+SIZES = dataclasses.replace(op_cases.SMALL, dtype=torch.bfloat16) if DEVICE == "cuda" else op_cases.SMALL
 SEEDS = (0, 1, 2) if DEVICE == "cuda" else (0, 1)
 CALLS = 2 if DEVICE == "cuda" else 1
 """Calls of a method that are looked at, of those that its row makes: the first, and on a GPU the last."""

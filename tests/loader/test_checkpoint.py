@@ -82,7 +82,7 @@ def test_a_folder_holding_only_one_gguf_beside_a_config(tiny_folder: Path, tiny_
         ("none", "auto", "does not exist"),
         ("empty", "auto", "no config.json"),
         ("empty", "gguf", "no .gguf file"),
-        ("two", "auto", "2 .gguf files"),
+        ("two", "auto", "2 models in .gguf files"),
         ("one", "safetensors", "no config.json"),
         ("one/a.gguf", "safetensors", "not a folder of safetensors"),
         ("file.bin", "auto", "not a folder or a .gguf file"),

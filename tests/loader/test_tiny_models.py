@@ -97,7 +97,7 @@ def test_what_cannot_be_made_is_one_sentence(
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"split.count": 3}, "one of 3 split files"),
+    ({"split.count": 3}, "one of 3 parts, which are found by names that end in '-00001-of-00003.gguf'"),
     ({"llama.embedding_length": None}, "llama.embedding_length' is missing"),
     ({"llama.embedding_length": "64"}, "llama.embedding_length' must be an integer"),
     ({"llama.embedding_length": 32}, "shape"),

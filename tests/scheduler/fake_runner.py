@@ -21,11 +21,12 @@ from freetoken.grammar.compiler import GrammarCompiler
 from freetoken.hardware import Facts
 from freetoken.messages import AddRequest, RequestOutput, TokenLogprob
 from freetoken.models.config import ModelConfig
+from freetoken.resolve import resolve
 from freetoken.sampling_params import SamplingParams
 from freetoken.scheduler.grammar import Grammars
 from freetoken.scheduler.request import Req, ScheduleBatch, StepResult
 from freetoken.scheduler.scheduler import Scheduler
-from freetoken.server_args import Config, ServerArgs, resolve
+from freetoken.server_args import Config, ServerArgs
 
 VOCAB = 50
 EOS = 7

@@ -288,7 +288,7 @@ def test_shutdown(peer: Peer, monkeypatch: pytest.MonkeyPatch, drain: bool) -> N
 @pytest.fixture
 def signals() -> Iterator[None]:
     """``run_scheduler`` ignores signals, which the test process must not go on doing."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -15,8 +15,9 @@ from freetoken import messages
 from freetoken.hardware import Facts
 from freetoken.messages import Channel, Finish, RequestOutput, StepOutput, TokenLogprob
 from freetoken.models.config import ModelConfig
+from freetoken.resolve import resolve
 from freetoken.sampling_params import SamplingParams
-from freetoken.server_args import Config, ServerArgs, resolve
+from freetoken.server_args import Config, ServerArgs
 
 PIECES = [b"he", b"llo", b" wor", b"ld", b"STO", b"P!", "é".encode(), "日本".encode()]
 SPECIALS = ["<bos>", "<|im_start|>", "<|im_end|>"]

@@ -6,6 +6,7 @@ import json
 import re
 
 import httpx
+import pytest
 
 from server.conftest import Served, serving
 
@@ -111,12 +112,44 @@ def test_server_info(server: Served) -> None:
 
 
 def test_health(server: Served) -> None:
-    head = httpx.head(server.url + "/health")
-    assert head.status_code == 200 and head.content == b"" and head.headers["content-type"] == "application/json"
     assert server.get("/health").json() == {"status": "ready"}
     before = len(server.fake.added)
     assert server.get("/health_generate").status_code == 200
     assert len(server.fake.added) == before + 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/health",
+        "/health_generate",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/v1/models/none",
+        "/live",
+        "/metrics",
+        "/get_server_info",
+        "/openapi.json",
+    ],
+)
+def test_head_is_get_without_the_body(server: Served, path: str) -> None:
+    """On a connection that goes on to be used, so a body that came after all would be read as the next answer."""
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        get, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert head.headers["content-type"] == get.headers["content-type"] and int(head.headers["content-length"]) > 0
+        assert client.get(path).status_code == get.status_code
+    refused = httpx.head(server.url + "/generate", timeout=20)
+    assert (refused.status_code, refused.content, refused.headers["allow"]) == (405, b"", "POST")
+
+
+def test_head_wants_the_key_too_and_tells_of_loading() -> None:
+    with serving(api_key="secret") as served:
+        statuses = [httpx.head(served.url + path, timeout=20).status_code for path in ("/", "/health", "/live")]
+    assert statuses == [200, 200, 401]
+    with serving(ready=False) as served:
+        assert httpx.head(served.url + "/health", timeout=20).status_code == 503
 
 
 def test_control_calls() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -34,18 +37,25 @@ if __name__ == "__main__":
 
 
 class Process:
-    """A server process; its log is collected, and its address read from the ready line."""
+    """A server process; its log is collected, and its address read from the ready line. With ``terminal``, the side of a pseudo-terminal
+    that it is to have as its own, it writes there instead."""
 
-    def __init__(self, target: str, *flags: str, port: int = 0, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, target: str, *flags: str, port: int = 0, env: dict[str, str] | None = None, terminal: int | None = None
+    ) -> None:
         path = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, target, "--port", str(port), "--device", "cpu", *flags],
             env={**os.environ, "PYTHONPATH": path, **(env or {})},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if terminal is None else terminal,
+            stdout=subprocess.DEVNULL if terminal is None else terminal,
             text=True,
+            start_new_session=terminal is not None,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
         )
         self.log: list[str] = []
+        if terminal is not None:
+            return
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -94,7 +104,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_serves_drains_on_sigterm_and_exits_0(started: list[Process]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_serves_drains_and_exits_0(number: signal.Signals, started: list[Process]) -> None:
     server = Process("run_scheduler")
     started.append(server)
     url = server.ready()
@@ -105,15 +116,52 @@ def test_serves_drains_on_sigterm_and_exits_0(started: list[Process]) -> None:
     )
     worker.start()
     time.sleep(0.3)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(number)
     time.sleep(0.1)
     refused = httpx.post(**chat(url, "say:late"))
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     assert httpx.get(url + "/health").status_code == 503
+    server.process.send_signal(signal.SIGHUP)
     worker.join()
     assert answers[0].json()["usage"]["completion_tokens"] == 600
     assert server.end() == 0
     assert "Traceback" not in server.text()
+
+
+def test_a_closed_terminal_drains(started: list[Process]) -> None:
+    """Both processes are told, and what they still write goes nowhere."""
+    terminal, side = os.openpty()
+    server = Process("run_scheduler", terminal=side)
+    os.close(side)
+    started.append(server)
+    shown = b""
+    while b"\n" not in shown.partition(b"ready at ")[2]:
+        shown += os.read(terminal, 4096)
+    url = re.search(rb"ready at (http://\S+):", shown)
+    assert url is not None
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, **chat(url[1].decode(), "count", max_tokens=600), timeout=20)
+        while httpx.get(url[1].decode() + "/live").json()["running"] < 1 and not answer.done():
+            time.sleep(0.01)
+        os.close(terminal)
+        os.killpg(server.process.pid, signal.SIGHUP)  # as the end of the shell would
+        assert answer.result().json()["usage"]["completion_tokens"] == 600
+    assert server.process.wait(10) == 0
+
+
+def test_under_nohup_sighup_changes_nothing(started: list[Process]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = Process("run_scheduler")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    started.append(server)
+    url = server.ready()
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert httpx.post(**chat(url, "say:still here")).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
 
 
 def test_second_signal_ends_at_once(started: list[Process]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import current_thread
 
 import httpx
@@ -84,10 +85,50 @@ def test_a_path_cannot_forge_a_line(server: Served, log: pytest.LogCaptureFixtur
 
 
 def test_a_client_that_leaves_is_told_of(server: Served, log: pytest.LogCaptureFixture) -> None:
-    raw_request(server, {"prompt": "hang:"}).close()
+    connection = raw_request(server, {"prompt": "hang:"})
+    server.until(lambda: server.frontend.live)
+    connection.close()
     server.until(lambda: lines(log))
     assert "closed by the client" in lines(log)[0] and "no output" in lines(log)[0]
+    assert ": 6 prompt tokens (0 cached), 0 output tokens" in lines(log)[0]
     server.until(server.empty)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_tokens_until_a_client_left_are_told(server: Served, log: pytest.LogCaptureFixture, stream: bool) -> None:
+    """Of both choices, what was generated and not merely what was sent."""
+    before = server.frontend.metrics.generation_tokens._value.get()
+    connection = raw_request(server, {"prompt": "count", "max_tokens": 4000, "n": 2, "stream": stream})
+    server.until(lambda: server.frontend.metrics.generation_tokens._value.get() >= before + 20)
+    connection.close()
+    server.until(lambda: lines(log))
+    told = re.search(r": 6 prompt tokens \(5 cached\), (\d+) output tokens, cut off$", lines(log)[0])
+    assert told is not None and 20 <= int(told[1]) < 8000
+    server.until(server.empty)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_tokens_of_an_answer_that_ends_in_an_error_are_told(
+    server: Served, log: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    server.complete("late:", stream=stream, max_tokens=9)
+    server.until(lambda: lines(log))
+    assert lines(log)[0].endswith(": 6 prompt tokens (5 cached), 3 output tokens, error")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_tokens_until_the_scheduler_was_gone_are_told(log: pytest.LogCaptureFixture, stream: bool) -> None:
+    """One choice has ended, one speaks and one has not begun."""
+    with serving() as served:
+        prompts = ["say:hello", "count", "hang:"]
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(served.complete, prompts, stream=stream, max_tokens=4000)
+            served.until(lambda: served.frontend.metrics.generation_tokens._value.get() >= 30)
+            served.loop.call_soon_threadsafe(served.frontend.scheduler_gone, "the scheduler is gone")
+            assert ("the scheduler is gone" in answer.result().text) and answer.result().text.count('"error"') == 1
+        served.until(lambda: lines(log))
+    told = re.search(r": 22 prompt tokens \(12 cached\), (\d+) output tokens, error and stop$", lines(log)[0])
+    assert told is not None and int(told[1]) >= 30
 
 
 # --- origins ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from freetoken.bench.op_rows import Case, Sizes, Tensors, _random
+from freetoken.bench.op_cases import Case, Sizes, Tensors, random
 from freetoken.runner.attention import build_attention
 from freetoken.runner.forward_batch import ForwardBatch
 from freetoken.runner.kv_pool import KVPool
@@ -56,7 +56,7 @@ def make_batch(
         seq_lens_host=tuple(lengths),
         q_lens_host=tuple(q_lens),
     )
-    return kv, fb, _random(device, sizes.dtype, tokens, sizes.heads, sizes.head_dim)
+    return kv, fb, random(device, sizes.dtype, tokens, sizes.heads, sizes.head_dim)
 
 
 def _case(device: str, sizes: Sizes, decodes: list[int], prefills: list[int], layers: int = 1) -> Case:

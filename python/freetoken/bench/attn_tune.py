@@ -67,7 +67,7 @@ class Decodes:
         import torch
 
         from freetoken.bench.attention_rows import make_batch, uncached_layers
-        from freetoken.bench.op_rows import Sizes
+        from freetoken.bench.op_cases import Sizes
 
         sizes = Sizes(heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim)
         self.layers = uncached_layers(sizes, requests, depth) if device == "cuda" else 1

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 def tune(device: str, args: argparse.Namespace, sizes: Any, bandwidth: float) -> list[dict[str, Any]]:
     """Figures of each setting that was asked for and that a GPU has registers for, at each number of requests; fastest last."""
     from freetoken.bench import ops
-    from freetoken.bench.op_rows import gdn_decode_cases
+    from freetoken.bench.gdn_rows import gdn_decode_cases
     from freetoken.kernels.gdn_decode import candidates, pick_config
 
     width = sizes.linear_width
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     from freetoken.bench import roof
-    from freetoken.bench.op_rows import Sizes
+    from freetoken.bench.op_cases import Sizes
 
     torch.manual_seed(0)
     with torch.inference_mode():

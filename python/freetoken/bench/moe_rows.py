@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from freetoken.bench.op_rows import Case, Sizes, Tensors, _choice, _random
+from freetoken.bench.op_cases import Case, Sizes, Tensors, choice, random
 from freetoken.kernels.block_fp8 import BLOCK, Fp8Weight, Weight, empty, group_rows
 
 MODEL = "qwen4_exp"
@@ -49,10 +49,10 @@ def moe_route(device: str, sizes: Sizes) -> list[Case]:
     from freetoken.kernels.moe_gemm.config import block_m
     from freetoken.kernels.moe_route import MoeRoute
 
-    ops = {impl: MoeRoute(_choice("moe_route", impl)) for impl in ("triton", "reference")}
+    ops = {impl: MoeRoute(choice("moe_route", impl)) for impl in ("triton", "reference")}
     cases = []
     for tokens in sizes.moe_tokens:
-        logits = _random(device, sizes.dtype, tokens, sizes.experts + 1)
+        logits = random(device, sizes.dtype, tokens, sizes.experts + 1)
         ids, _ = _routings(device, sizes, tokens)
         routes = ids[0].numel()
         block = block_m(routes, sizes.experts + 1)
@@ -85,11 +85,11 @@ def _experts(device: str, sizes: Sizes, bits: int) -> list[Case]:
         down = _float(device, sizes.dtype, count, hidden, width)
     cases = []
     for tokens in sizes.moe_tokens:
-        x = _random(device, sizes.dtype, tokens, hidden)
+        x = random(device, sizes.dtype, tokens, hidden)
         ids, weights = _routings(device, sizes, tokens)
 
         def call(impl: str, inputs: tuple[Any, ...] = (x, ids, weights)) -> Callable[[], Tensors]:
-            op = MoeGemm(_choice("moe_gemm", impl), MoeRoute(_choice("moe_route", impl)))
+            op = MoeGemm(choice("moe_gemm", impl), MoeRoute(choice("moe_route", impl)))
             turn = itertools.cycle(zip(inputs[1], inputs[2]))
             return lambda: (op(inputs[0], *next(turn), gate_up, down),)
 
@@ -112,13 +112,13 @@ def fp8_gemm(device: str, sizes: Sizes) -> list[Case]:
     hidden, width = sizes.moe_hidden, sizes.moe_width
     shapes = [(hidden * 6, hidden, False), (hidden, hidden * 2, False), (2 * width, hidden, True)]
     ops = {
-        impl: Fp8Gemm(_choice("fp8_gemm", impl), SiluMul(_choice("silu_mul", impl))) for impl in ("triton", "reference")
+        impl: Fp8Gemm(choice("fp8_gemm", impl), SiluMul(choice("silu_mul", impl))) for impl in ("triton", "reference")
     }
     cases = []
     for n, k, silu in shapes:
         copies = [_fp8(device, n, k, parts=(n // 2,) if silu else ()) for _ in range(ROUTINGS)]
         for tokens in sizes.moe_tokens:
-            x = _random(device, sizes.dtype, tokens, k)
+            x = random(device, sizes.dtype, tokens, k)
 
             def call(
                 impl: str, x: torch.Tensor = x, copies: list[Fp8Weight] = copies, silu: bool = silu

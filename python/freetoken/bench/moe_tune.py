@@ -55,7 +55,7 @@ class Products:
         import torch
 
         from freetoken.bench import moe_rows
-        from freetoken.bench.op_rows import Sizes, _random
+        from freetoken.bench.op_cases import Sizes, random
         from freetoken.kernels.moe_gemm import config, triton
         from freetoken.kernels.moe_route.triton import group_by_expert
 
@@ -68,8 +68,8 @@ class Products:
             else moe_rows._float(device, torch.bfloat16, *shape)
             for name, shape in shapes.items()
         }
-        self.x = _random(device, torch.bfloat16, tokens, hidden)
-        self.activations = _random(device, torch.bfloat16, tokens * (args.top_k + 1), width)
+        self.x = random(device, torch.bfloat16, tokens, hidden)
+        self.activations = random(device, torch.bfloat16, tokens * (args.top_k + 1), width)
         ids, shares = moe_rows._routings(device, sizes, tokens)
         self.routings = list(zip(ids, shares))
         self.routes = ids[0].numel()

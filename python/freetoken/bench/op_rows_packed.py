@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from freetoken.kernels.dispatch import Choice
+from freetoken.bench.op_cases import Case, Sizes, Tensors, choice
 from freetoken.kernels.pq2_gemv import PQ2Weight, Quantised, QuantisedActivation, TiledActivation
-
-if TYPE_CHECKING:
-    from freetoken.bench.op_rows import Case, Sizes, Tensors
 
 MODEL = "Qwen3.5-27B"
 GROUP, EPS = 128, 1e-6
-
-
-def _choice(op: str, impl: str) -> Choice:
-    return Choice(op, "", impl, "benchmark")
 
 
 def flat(activation: Quantised | torch.Tensor) -> Tensors:
@@ -60,14 +53,13 @@ def _producers(
 ) -> list[Case]:
     """Cases that call ``call(op, rotation)``: on a GPU one for each setting worth timing, the default first. ``moved`` are bytes of
     inputs and outputs beside the activation."""
-    from freetoken.bench.op_rows import Case
     from freetoken.kernels.hadamard import Hadamard, Rotation, candidates, tile_of
 
     rotation, cases = Rotation(sizes.rotation, signs), []
     configs = candidates(tokens, width, tile_of(width, sizes.rotation, GROUP))
-    reference = Hadamard(_choice("hadamard", "reference"))
+    reference = Hadamard(choice("hadamard", "reference"))
     for config in configs if signs.is_cuda else configs[:1]:
-        fused = Hadamard(_choice("hadamard", "triton"), config)
+        fused = Hadamard(choice("hadamard", "triton"), config)
         shape = {"tokens": tokens, "width": width, "warps": config.num_warps, "tiles": config.tiles}
         total = moved + tokens * width * (1 + 8 / GROUP) + width
         cases.append(
@@ -182,7 +174,6 @@ def products(form: str) -> Callable[[str, Sizes], list[Case]]:
 
 
 def _product(form: str, device: str, sizes: Sizes, tokens: int, weights: list[PQ2Weight]) -> Case:
-    from freetoken.bench.op_rows import Case
     from freetoken.kernels.pq2_gemm import PQ2Gemm
     from freetoken.kernels.pq2_gemv.activation import quantise_reference
 
@@ -192,7 +183,7 @@ def _product(form: str, device: str, sizes: Sizes, tokens: int, weights: list[PQ
     out_dtype = x.dtype if form == "dense" else sizes.dtype
 
     def call(impl: str) -> Callable[[], Tensors]:
-        op, turn = PQ2Gemm(_choice("pq2_gemm", impl), form), itertools.cycle(weights)
+        op, turn = PQ2Gemm(choice("pq2_gemm", impl), form), itertools.cycle(weights)
         op.reserve(torch.device(device))
         return lambda: (op.linear(activation, next(turn), out_dtype),)
 

@@ -18,7 +18,7 @@ from freetoken.bench import cli, figures, roof, uncaptured
 from freetoken.errors import FreetokenError, StartupError
 
 if TYPE_CHECKING:
-    from freetoken.bench.op_rows import Case
+    from freetoken.bench.op_cases import Case
 
 GRAPH_CALLS = 20
 REPLAYS, REPLAY_SECONDS = 30, 0.1
@@ -172,7 +172,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"ops are timed on a GPU: {hardware.probe().device_reason}")
     import torch
 
-    from freetoken.bench.op_rows import OPS, Sizes
+    from freetoken.bench.op_cases import Sizes
+    from freetoken.bench.op_rows import OPS
 
     cli.require_at_least(args, {"tune_seconds": 1})
     names = (*NAMES, CHAIN) if "all" in args.op else tuple(dict.fromkeys(args.op))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from freetoken.bench.op_rows import Case, Sizes, Tensors
+from freetoken.bench.op_cases import Case, Sizes, Tensors
 from freetoken.kernels.dispatch import Choice
 from freetoken.models.ple_config import PleConfig
 

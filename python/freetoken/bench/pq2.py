@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from freetoken.bench import figures, roof
-from freetoken.bench.op_rows import Sizes
+from freetoken.bench.op_cases import Sizes
 from freetoken.kernels import checking, launch
 from freetoken.kernels.pq2_gemv import PQ2Config, PQ2Weight, Quantised, candidates, pick_config, reference
 from freetoken.kernels.pq2_gemv import triton as product

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from freetoken.bench.op_rows import Case, Sizes, Tensors
-from freetoken.bench.op_rows import _choice as choice
-from freetoken.bench.op_rows import _random as random
+from freetoken.bench.op_cases import Case, Sizes, Tensors, choice, random
 from freetoken.bench.op_rows_packed import flat, unflat
 from freetoken.bench.pq2 import random_weight
 from freetoken.kernels.pq2_gemv import PQ2Product, quantise

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from freetoken.bench.op_rows import Case, Sizes, Tensors
+from freetoken.bench.op_cases import Case, Sizes, Tensors
 from freetoken.kernels.dispatch import Choice
 from freetoken.models.config import IndexerConfig
 

@@ -42,7 +42,7 @@ class Bench:
     def __init__(self, n: int, k: int, tokens: int, device: str, dtype: Any = None) -> None:
         import torch
 
-        from freetoken.bench.op_rows import Sizes
+        from freetoken.bench.op_cases import Sizes
         from freetoken.bench.pq2 import GROUP, random_weight
         from freetoken.kernels.pq2_gemm import triton
         from freetoken.kernels.pq2_gemv.activation import quantise_reference

@@ -13,6 +13,7 @@ from freetoken.loader.gguf import GGUFFile, GGUFTensor, shown_name
 from freetoken.loader.gguf_config import hf_config_from_gguf, mtp_blocks
 from freetoken.loader.gguf_names import HEAD, ROPE_FACTORS, SHARED_GATE, gguf_tensors, is_gguf_mtp
 from freetoken.loader.gguf_qwen4_exp import check_constants
+from freetoken.loader.gguf_split import models_among, open_gguf, set_name
 from freetoken.loader.hadamard import Hadamard, read_hadamard
 from freetoken.loader.names import (
     DECODABLE_TYPES,
@@ -51,7 +52,7 @@ class TokenizerFiles:
 class Checkpoint:
     """An opened and checked checkpoint.
 
-    ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file. ``hf_config`` is the configuration
+    ``kind`` is ``safetensors`` or ``gguf``. ``path`` is the folder or the file, of a split one the first part. ``hf_config`` is the configuration
     dictionary after overrides, with the keys of a ``text_config`` at the top (for a GGUF: made from its metadata). The weights to read, in stored order, are ``stored``
     (canonical name to place in a safetensors file) or ``gguf_names`` (name of a tensor or of a part of one, see :mod:`freetoken.loader.gguf_names`, to name in the GGUF), both empty for
     the load format ``dummy``; ``total_bytes`` is their stored size. ``aside`` holds tensors of parts that are not served (vision
@@ -98,7 +99,7 @@ def open_checkpoint(path: str | Path, load_format: str = "auto", overrides: dict
 
 
 def _find_source(path: Path, load_format: str) -> Path:
-    """The GGUF file or the folder of safetensors that ``path`` means."""
+    """The GGUF file (of a split one any part) or the folder of safetensors that ``path`` means."""
     if not path.exists():
         raise StartupError(f"model path {path} does not exist; give a local folder or .gguf file")
     if path.is_file():
@@ -106,11 +107,12 @@ def _find_source(path: Path, load_format: str) -> Path:
             wanted = "a folder of safetensors" if load_format == "safetensors" else "a folder or a .gguf file"
             raise StartupError(f"model path {path} is a file, not {wanted}")
         return path
-    files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf" and entry.is_file())
+    entries = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf" and entry.is_file())
+    files = models_among(entries)
     has_config = (path / "config.json").exists()
     if load_format == "gguf" or (load_format != "safetensors" and not has_config and files):
         if len(files) != 1:
-            found = "no .gguf file" if not files else f"{len(files)} .gguf files; name one of them"
+            found = "no .gguf file" if not files else f"{len(files)} models in .gguf files; name one of them"
             raise StartupError(f"{path} holds {found}")
         return files[0]
     if not has_config:
@@ -245,14 +247,14 @@ def _check_float(tensor: StoredTensor) -> None:
 
 
 def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoint:
-    file = GGUFFile.open(path)
+    file = open_gguf(path)
     hadamard = read_hadamard(file)
     config = _lay_over(hf_config_from_gguf(file), overrides)
     if config.get("quantization_config") is not None:
         raise StartupError(
             f"{path}: quantization_config cannot be laid over a GGUF file, whose tensors say what they are"
         )
-    model = parse_hf_config(config, None, path.stem, source=str(path))
+    model = parse_hf_config(config, None, set_name(path), source=str(file.path))
     # Converters store the norm weights of hybrid models as they are used.
     model = dataclasses.replace(model, zero_centred_norm=False)
     if model.ple is not None:
@@ -266,8 +268,8 @@ def _open_gguf(path: Path, overrides: dict[str, Any], weights: bool) -> Checkpoi
         names, aside = {}, {}
     return Checkpoint(
         kind="gguf",
-        path=path,
-        name=path.stem,
+        path=file.path,
+        name=set_name(path),
         model=model,
         total_bytes=sum(file.tensors[source].nbytes for source in names.values()),
         hf_config=config,
@@ -298,14 +300,16 @@ def _select_gguf(
             if source == HEAD and model.tie_word_embeddings:
                 continue
             raise StartupError(
-                f"{file.path}: tensor {shown_name(source)} is not part of a {model.architecture} with these metadata"
+                f"{file.path_of(tensor)}: tensor {shown_name(source)} is not part of a {model.architecture} with these metadata"
             )
         if tensor.type_name not in DECODABLE_TYPES and tensor.type_name not in PACKABLE_TYPES:
-            raise StartupError(f"{file.path}: tensor {source!r} has type {tensor.type_name}, which is not served")
+            raise StartupError(
+                f"{file.path_of(tensor)}: tensor {source!r} has type {tensor.type_name}, which is not served"
+            )
         name, shape = expected[source]
         # Some writers drop the axis of its one row.
         flat = name.endswith(SHARED_GATE) and len(tensor.shape) == 1
-        _check_shape(file.path, source, tensor.shape, shape[1:] if flat else shape)
+        _check_shape(file.path_of(tensor), source, tensor.shape, shape[1:] if flat else shape)
         names[name] = source
     _check_complete(file.path, expected, file.tensors)
     return names, aside

@@ -106,13 +106,14 @@ _U64 = struct.Struct("<Q")
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """One row of the tensor table. ``shape`` is in torch order (contiguous axis last); ``offset`` counts from the start
-    of the file."""
+    of the file, which is number ``part`` of the model's."""
 
     name: str
     shape: tuple[int, ...]
     type_id: int
     packing: TensorType
     offset: int
+    part: int = 0
 
     @property
     def type_name(self) -> str:
@@ -184,9 +185,9 @@ class _Cursor:
 
 
 class GGUFFile:
-    """An open GGUF file.
+    """An open GGUF file, or all parts of one that is split (:mod:`freetoken.loader.gguf_split`).
 
-    ``metadata`` maps keys to ``int``, ``float``, ``bool``, ``str``, lists of strings (or of arrays), and numpy arrays for
+    ``path``, ``version`` and ``metadata`` are of the first part. ``metadata`` maps keys to ``int``, ``float``, ``bool``, ``str``, lists of strings (or of arrays), and numpy arrays for
     arrays of numbers (views of the mapped file). ``tensors`` maps names to rows of the tensor table, in file order.
     """
 
@@ -197,7 +198,7 @@ class GGUFFile:
         self.version = version
         self.metadata = metadata
         self.tensors = tensors
-        self._data = data
+        self._parts = [(path, data)]
 
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
@@ -210,11 +211,23 @@ class GGUFFile:
         tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata))
         return cls(path, version, metadata, tensors, data)
 
+    def with_parts(self, parts: list[GGUFFile], tensors: dict[str, GGUFTensor]) -> GGUFFile:
+        """The same metadata, with ``tensors`` that lie in the files ``parts``."""
+        whole = GGUFFile(self.path, self.version, self.metadata, tensors, self._parts[0][1])
+        whole._parts = [place for part in parts for place in part._parts]
+        return whole
+
+    def path_of(self, tensor: str | GGUFTensor) -> Path:
+        """The file that a tensor lies in."""
+        if isinstance(tensor, str):
+            tensor = self.tensors[tensor]
+        return self._parts[tensor.part][0]
+
     def raw(self, tensor: str | GGUFTensor) -> np.ndarray:
         """The stored bytes of a tensor, by its name or its place, as a read-only uint8 view of the mapped file."""
         if isinstance(tensor, str):
             tensor = self.tensors[tensor]
-        return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        return self._parts[tensor.part][1][tensor.offset : tensor.offset + tensor.nbytes]
 
 
 def _map(path: Path) -> np.memmap:

@@ -32,9 +32,6 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     ``rope_freqs.weight`` become ``rope_scaling`` of type ``factors``. Raises :class:`StartupError` naming the key.
     """
     keys = Keys(file)
-    parts = file.metadata.get("split.count")
-    if isinstance(parts, int) and parts > 1:
-        keys.fail(f"one of {parts} split files, which are not served; merge them into one")
     hidden_size = keys.integer("embedding_length")
     heads = keys.integer("attention.head_count")
     embedding = file.tensors.get(EMBEDDING)

@@ -185,7 +185,7 @@ def _read(tensor: StoredTensor, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def find_gguf_table(file: GGUFFile, config: PleConfig) -> TableSource:
-    """The one table of a GGUF file: a tensor of all rows, in a type that rows are looked up in."""
+    """The one table of a GGUF: a tensor of all rows, in a type that rows are looked up in."""
     if len(config.layers) != 1:
         raise StartupError(f"{file.path}: {len(config.layers)} layers have n-gram tables, but a GGUF file holds one")
     tensor = file.tensors.get(GGUF_TABLE)
@@ -193,12 +193,12 @@ def find_gguf_table(file: GGUFFile, config: PleConfig) -> TableSource:
         raise StartupError(f"{file.path} lacks tensor {GGUF_TABLE!r}")
     if tensor.type_name not in _GGUF_FORMATS:
         raise StartupError(
-            f"{file.path}: tensor {GGUF_TABLE!r} has type {tensor.type_name}, which a table cannot have; {', '.join(_GGUF_FORMATS)} it can"
+            f"{file.path_of(tensor)}: tensor {GGUF_TABLE!r} has type {tensor.type_name}, which a table cannot have; {', '.join(_GGUF_FORMATS)} it can"
         )
     shape = (config.table_rows(0), config.row_width)
     if tensor.shape != shape:
         raise StartupError(
-            f"{file.path}: tensor {GGUF_TABLE!r} has shape {list(tensor.shape)}, but the config asks for {list(shape)}"
+            f"{file.path_of(tensor)}: tensor {GGUF_TABLE!r} has shape {list(tensor.shape)}, but the config asks for {list(shape)}"
         )
-    shard = Shard(file.path, tensor.offset, shape[0])
+    shard = Shard(file.path_of(tensor), tensor.offset, shape[0])
     return TableSource(_GGUF_FORMATS[tensor.type_name], *shape, tensor.row_bytes, 1.0, (shard,))

@@ -122,7 +122,9 @@ def _decode(
     assert file is not None
     place = layout(name, stored.name, model, rotation)
     if name.endswith(".A_log"):
-        return _log_decays(file.path, stored.name, decode_tensor(file, stored, torch.float32), place).to(dtype)
+        return _log_decays(file.path_of(stored), stored.name, decode_tensor(file, stored, torch.float32), place).to(
+            dtype
+        )
     if len(stored.shape) == 1:
         vector = decode_tensor(file, stored, dtype)
         if name.endswith(SHARED_GATE):

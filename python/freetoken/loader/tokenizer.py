@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from freetoken.errors import RequestError, StartupError
 from freetoken.loader import gguf_tokenizer
 from freetoken.loader.checkpoint import Checkpoint, TokenizerFiles
-from freetoken.loader.gguf import GGUFFile
+from freetoken.loader.gguf_split import open_gguf
 from freetoken.loader.safetensors import read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -123,7 +123,7 @@ def _decoder_kinds(backend: Backend) -> tuple[bool, bool]:
 
 
 def load_tokenizer(checkpoint: Checkpoint, tokenizer_path: str | None = None) -> Tokenizer:
-    """The tokenizer of ``checkpoint``, or the one at ``tokenizer_path`` (a folder, a tokenizer.json or a .gguf file).
+    """The tokenizer of ``checkpoint``, or the one at ``tokenizer_path`` (a folder, a tokenizer.json or a .gguf file, of a split one any part).
 
     Raises :class:`StartupError` in one sentence when it is missing, damaged or of a kind that is not served.
     """
@@ -135,7 +135,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer_path: str | None = None) ->
     if path.is_dir():
         return _load(TokenizerFiles(folder=path))
     if path.suffix.lower() == ".gguf":
-        return _load(TokenizerFiles(gguf=GGUFFile.open(path)))
+        return _load(TokenizerFiles(gguf=open_gguf(path)))
     return _from_folder(path.parent, path)
 
 

@@ -56,7 +56,7 @@ def _fewest(scheduler: Scheduler, head: Req, residents: list[Req], order: list[R
             free += len(victim.pages) - victim.shared_pages
             left = [r for r in left if r is not victim]
             chosen.append(victim)
-        room = free + tree.evictable_pages - scheduler.expected_growth(left, head)
+        room = free + tree.evictable_pages - scheduler.growth.beside(left, head)
         fits = needed <= room and scheduler.rows.free_count + len(chosen) > 0
         if fits:
             break

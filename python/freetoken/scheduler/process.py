@@ -299,10 +299,10 @@ def _say(text: str, first: Callable[[], None] = lambda: None) -> None:
 def run_scheduler(config: Config, channel_folder: str) -> int:
     """Body of the scheduler process. Returns 0 after a shutdown and 1 after a failure, which it reports first.
 
-    SIGINT and SIGTERM are left to the server process, which drains requests and then sends :class:`Shutdown`.
+    SIGINT, SIGTERM and SIGHUP are left to the server process, which drains requests and then sends :class:`Shutdown`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logs.set_up(config.log_level)
     process = SchedulerProcess(config, Channel(channel_folder))
     try:

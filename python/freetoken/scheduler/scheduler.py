@@ -11,7 +11,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -21,55 +20,17 @@ from freetoken.scheduler import invariants, policy, preemption
 from freetoken.scheduler.admission import build_request, check_queue
 from freetoken.scheduler.allocator import page_allocator, row_allocator
 from freetoken.scheduler.grammar import Grammars
+from freetoken.scheduler.growth import Growth
 from freetoken.scheduler.meter import Meter
 from freetoken.scheduler.prefix import PrefixCache
 from freetoken.scheduler.queue import WaitingQueue
 from freetoken.scheduler.radix import as_key
 from freetoken.scheduler.request import Req, ScheduleBatch, Slice, Status, StepResult
+from freetoken.scheduler.runner import Flight, Runner
 from freetoken.server_args import Config
 
 COMPILE_WAIT_SECONDS = 0.01
 """With nothing to run but requests whose grammar is being compiled, messages are looked at this often."""
-
-
-class Runner(Protocol):
-    """What the scheduler needs of a model runner. Steps run in the order of their launch."""
-
-    @property
-    def num_pages(self) -> int:
-        """KV pages, page 0 (padding) included."""
-
-    @property
-    def max_rows(self) -> int:
-        """Requests that can be resident at once."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether requests have recurrent state, so that a prefix is of use only with it; taken as ``False`` if missing."""
-
-    @property
-    def state_blocks(self) -> int:
-        """Blocks of host memory for such state, numbered from 0; taken as 0 if missing."""
-
-    def launch(self, batch: ScheduleBatch) -> Any:
-        """Start a step and return a handle for :meth:`collect`, without waiting for it.
-
-        Where ``batch.masked`` is not empty nothing is drawn before :meth:`draw`.
-        """
-
-    def draw(self, handle: Any, masks: Any) -> None:
-        """Draw the ids of the step launched last: ``masks [len(batch.masked), words] int32``, a bit for each id that may be
-        drawn, belong to the places in ``batch.masked``. Does not wait, and keeps no reference to ``masks``."""
-
-    def collect(self, handle: Any) -> StepResult:
-        """Wait for a step and return what it produced."""
-
-
-class Flight(NamedTuple):
-    """A launched step that has not been drained."""
-
-    batch: ScheduleBatch
-    handle: Any
 
 
 class Scheduler:
@@ -107,13 +68,13 @@ class Scheduler:
         """Resident requests with another token to schedule after their prefill."""
         self.prefilling: list[Req] = []
         """Resident requests whose prefill is under way, in order of admission."""
+        self.growth = Growth(config.page_size)
         self.flights: deque[Flight] = deque()
         self.live: dict[str, Req] = {}
         """Requests whose terminal message is still to come."""
         self._clock = clock
         self._check_invariants = check_invariants
         self._page_size = config.page_size
-        self._ratio = policy.NewTokenRatio()
         self._outputs: list[RequestOutput] = []
         self._arrivals = 0
         self._stats = SchedulerStats(
@@ -237,7 +198,7 @@ class Scheduler:
         self._make_room_for_decodes()
         if not self.decoding:
             return []
-        self._ratio.decoded()
+        self.growth.ratio.decoded()
         slices = []
         exhausted = False
         for req in self.decoding:
@@ -284,7 +245,7 @@ class Scheduler:
             self._end(req, self._out_of_memory(req))
             self._forget_ended()
             return
-        self._ratio.retracted()
+        self.growth.ratio.retracted()
         self._retract(req)
 
     def _retract(self, req: Req) -> None:
@@ -317,16 +278,14 @@ class Scheduler:
                 return
         if not self.waiting or not self.rows.free_count:
             return
-        expected = sum(
-            self._expected_pages(r, len(r.pages)) for r in self.resident.values() if r.status is Status.RUNNING
-        )
+        expected = self.growth.of_running(self.resident.values())
         for req in self.waiting.order():
             if req.constraint is not None and not self._compiled(req):
                 continue
             if self.prefix.waits(req):
                 continue
             if self.resident:
-                expected += self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
+                expected += self.growth.of_waiting(req)
             if not self._admit(req, expected, batch):
                 if not self.resident:
                     # Nobody will ever give memory back.
@@ -359,18 +318,6 @@ class Scheduler:
         for req in chosen:
             self._retract(req)
 
-    def expected_growth(self, residents: Iterable[Req], req: Req) -> int:
-        """Pages that the output of ``residents`` is expected to take, and that of ``req`` if it is admitted beside them.
-
-        As the next step will see it when it comes to admissions, with one more token of each stream.
-        """
-        running = [r for r in residents if r.status is Status.RUNNING]
-        draws = [r.computed == r.total_len - 1 and r.num_output < r.max_new_tokens for r in running]
-        expected = sum(self._expected_pages(r, len(r.pages), int(more)) for r, more in zip(running, draws))
-        own = self._expected_pages(req, policy.pages_for(len(req.ids), self._page_size))
-        # Alone a request always fits: its limit was cut to the pool.
-        return expected + own if running else 0
-
     def _admit(self, req: Req, expected: int, batch: ScheduleBatch) -> bool:
         """Give the request its row, its cached prefix and pages for all it has to compute; ``False`` if memory is short.
 
@@ -400,12 +347,6 @@ class Scheduler:
         req.queue_seconds = self._clock() - req.arrival_time
         self._stats.prompt_tokens += req.prompt_len
         self._stats.cached_tokens += req.cached_tokens
-
-    def _expected_pages(self, req: Req, held: int, more: int = 0) -> int:
-        """Pages beyond ``held`` that a request is expected to take, once ``more`` tokens of it have been scheduled."""
-        total = req.total_len + more
-        left = req.max_new_tokens - (total - req.prompt_len)
-        return policy.expected_pages(total, left, held, self._ratio.value, self._page_size)
 
     def _add_piece(self, req: Req, budget: int, batch: ScheduleBatch) -> int:
         """Schedule the next piece of a prefill and return its length."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from freetoken import environ
 from freetoken.scheduler.request import ScheduleBatch, StepResult
-from freetoken.scheduler.scheduler import Runner
+from freetoken.scheduler.runner import Runner
 
 logger = logging.getLogger(__name__)
 

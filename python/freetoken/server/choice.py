@@ -90,9 +90,15 @@ class Generation:
         """Give every choice that is still open its last event; :meth:`Frontend.forget` must follow."""
         self.failure = error
         for index in range(self.spec.num_choices):
-            if index >= len(self.choices) or not self.choices[index].done:
+            if index >= len(self.choices):
                 self.put(GenEvent(index, finish=finish, error=error))
+            elif not self.choices[index].done:
+                self.put(self.choices[index].standing(finish, error))
         self.wake()
+
+    def rest(self) -> list[GenEvent]:
+        """For the log, when the client has gone: the events it did not take, and how far every unfinished choice had come."""
+        return [*self._pending.values(), *(choice.standing() for choice in self.choices if not choice.ended)]
 
     def close(self) -> None:
         """Abort whatever still runs. Idempotent."""
@@ -144,6 +150,18 @@ class Choice:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._first = True
+        self._completion_tokens = self._cached_tokens = 0
+
+    def standing(self, finish: str | None = None, error: RequestError | None = None) -> GenEvent:
+        """An event with the token counts so far, and nothing new but how the choice ends."""
+        return GenEvent(
+            self.index,
+            finish=finish,
+            error=error,
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._cached_tokens,
+        )
 
     def take(self, output: RequestOutput) -> GenEvent | None:
         """Account for one step's output; the event to send now, or ``None`` to wait for more.
@@ -152,6 +170,7 @@ class Choice:
         """
         finish, matched = output.finish, None
         self._ids += output.ids
+        self._completion_tokens, self._cached_tokens = output.completion_tokens, output.cached_tokens
         if output.logprobs:
             self._logprobs += output.logprobs
         if output.prompt_logprobs is not None:

@@ -364,9 +364,13 @@ def build_app(frontend: Frontend) -> ASGIApp:
         extra = openapi.operation(path.replace(":path", ""), method)
         app.add_api_route(path, handler, methods=method.split(), response_class=JSON, openapi_extra=extra)
     app.add_api_route("/", server.page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
+    looks = [("/", server.page), *((path, handler) for path, method, handler in _routes(server) if method == "GET")]
     if config.enable_metrics:
         app.add_api_route("/metrics", server.metrics, methods=["GET"])
+        looks.append(("/metrics", server.metrics))
+    for path, handler in looks:
+        # Answered like GET; the body stays with the HTTP library.
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

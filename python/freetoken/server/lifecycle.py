@@ -68,9 +68,10 @@ def server_address(listener: socket.socket) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn with our signals: the first one drains, the second one ends at once.
+    """Uvicorn with our signals: the first one drains, a second SIGINT or SIGTERM ends at once.
 
-    ``signals`` are those received; ``interrupted`` is true after the second.
+    ``signals`` are those that counted; ``interrupted`` is true after the second. A SIGHUP that finds the server draining does not
+    count, since a closing terminal sends several, and a service manager one after its SIGTERM.
     """
 
     def __init__(self, app: ASGIApp, frontend: Frontend) -> None:
@@ -98,15 +99,21 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal, signal.SIGHUP)
         yield
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGHUP and self.signals:
+            return
         self.signals.append(number)
         if len(self.signals) > 1:
             self.interrupted = self.force_exit = True
             self.leave()
             return
-        log.info("%s: finishing what is running; once more to stop at once", signal.Signals(number).name)
+        log.info(
+            "%s: finishing what is running; SIGINT or SIGTERM from now on stops at once", signal.Signals(number).name
+        )
         self._frontend.drain()
         self._tasks.append(asyncio.ensure_future(self._leave_when_idle()))
 
@@ -134,7 +141,7 @@ class Scheduler:
     """The scheduler's process, watched: when it ends unasked, the frontend is told why.
 
     ``target`` is ``module:function``, called in the child as ``function(config, channel_folder)``. The child starts with
-    SIGINT and SIGTERM ignored, since a terminal or a service manager sends them to both processes and the parent decides.
+    SIGINT, SIGTERM and SIGHUP ignored, since a terminal or a service manager sends them to both processes and the parent decides.
     """
 
     def __init__(self, target: str, config: Config, folder: str, frontend: Frontend) -> None:
@@ -208,8 +215,8 @@ def _leave_with_parent(folder: str) -> None:
 
 def run_child(target: str, config: Config, folder: str) -> None:
     """Entry of the child process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, args=(folder,), name="freetoken-parent", daemon=True).start()
     module, _, function = target.partition(":")
     sys.exit(getattr(importlib.import_module(module), function)(config, folder))

@@ -65,7 +65,7 @@ class RequestRecord:
     def summary(self) -> str:
         """Id, token counts and ends, for the line of the HTTP request."""
         usage = usage_of(self._spec, self._last)
-        ends = sorted({event.finish or "cut off" for event in self._last.values()})
+        ends = sorted({e.finish or "cut off" for e in self._last.values() if e.finish or e.completion_tokens})
         return (
             f", {plain(self._spec.rid)}: {usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
             f"{usage.completion_tokens} output tokens, {' and '.join(ends) or 'no output'}"

@@ -94,6 +94,7 @@ class GenerationResponse(Response):
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         except ClientGone:
+            self._record.see(generation.rest())
             log.debug("client closed the connection of %s", self._spec.rid)
         finally:
             generation.close()
