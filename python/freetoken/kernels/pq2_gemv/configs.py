@@ -177,7 +177,7 @@ def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
         wasted = steps * k_warps * BLOCK > 1.25 * k
         if wasted or not 2 <= warps <= 8 or n < 64 * rows:
             continue
-        looks = (2,) if m <= 8 else (1, 2)
+        looks = (1, 2) if m > 16 and tiles == 1 else (2,)
         for ahead, look in itertools.product(_depths(steps), looks):
             # Words of codes on their way, those unpacked and sums of a thread.
             halves = -(-m // 8)
