@@ -220,11 +220,6 @@ def norm_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # What a program of one tile rotates is asked for with the rest: behind the sum it would be waited for once more.
-    mine = first * TILE + lane
-    own = weight
-    if TILES == 1:
-        own = _summed(x_ptr, residual_ptr, row + mine, mine < width, HAS_RESIDUAL)
     squares = tl.zeros((TILE,), tl.float32)
     for tile in tl.range(ALL, loop_unroll_factor=ALL if ALL <= 8 else 4):
         column = tile * TILE + lane
@@ -236,9 +231,7 @@ def norm_kernel(
         inside = column < width
         if TILES > 1:
             weight, signs = _weights(weight_ptr, signs_ptr, column, width, HAS_SIGNS)
-        x = own
-        if TILES > 1:
-            x = _summed(x_ptr, residual_ptr, row + column, inside, HAS_RESIDUAL)
+        x = _summed(x_ptr, residual_ptr, row + column, inside, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(sum_ptr + row + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
         normal = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight

@@ -134,6 +134,9 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
             warps //= 2
         config = PQ2Config("single", 32 if n >= 8192 else 16, 1, warps)
         return _with_ahead(config, k, 2 if n >= 8192 else 3)
+    if m > 16 and k >= 4 * BLOCK:
+        # Two tiles read an activation once for both; few registers leave room for the warps that hide the wait for weights.
+        return PQ2Config("fragments", 2 * TILE["fragments"], 1, 4)
     # Many tokens want many rows a program, which share them; few programs want to share K.
     row_warps, warps = (2, 8) if n >= 8192 else (1, 8)
     while warps > row_warps and warps // row_warps > k // BLOCK:
