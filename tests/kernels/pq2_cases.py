@@ -14,7 +14,7 @@ def _product(
     k: int, m: int, config: PQ2Config, early: bool, groups: tuple[int, int] = (128, 128), late: bool = False
 ) -> KernelCase:
     kernel = {"single": "single:single_kernel", "fragments": "fragments:fragment_kernel"}
-    own = {"HALVES": -(-m // 8), "LOOK": config.look} if config.kind == "fragments" else {}
+    own = {"HALVES": -(-m // 8)} if config.kind == "fragments" else {}
     own |= {"TILES": config.tiles, "ROW_WARPS": config.row_warps, "K_WARPS": config.k_warps, "WHOLE": True}
     return KernelCase(
         f"pq2 {config} k={k} m={m} groups={groups}{' late' if late else ''}",

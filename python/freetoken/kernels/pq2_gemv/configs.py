@@ -33,7 +33,7 @@ class PQ2Config:
 
     ``kind`` is the kernel: ``single`` (one token) or ``fragments`` (tensor cores).
     ``rows`` of the weight a program; ``ahead`` steps of K are on their way at a time; ``num_warps`` warps a program, of which
-    ``row_warps`` have rows of their own, the others parts of K. With tensor cores ``look`` times eight tokens are on their way: 1 or 2.
+    ``row_warps`` have rows of their own, the others parts of K.
     """
 
     kind: Kind
@@ -41,7 +41,6 @@ class PQ2Config:
     ahead: int
     num_warps: int
     row_warps: int = 1
-    look: int = 2
 
     @property
     def k_warps(self) -> int:
@@ -61,7 +60,6 @@ class PQ2Config:
         """Whether the kernel can run so at all."""
         sizes = (self.rows, self.num_warps, self.row_warps)
         powers = all(value > 0 and value & (value - 1) == 0 for value in sizes)
-        powers = powers and self.look in (1, 2)
         return powers and self.num_warps >= self.row_warps and self.tiles > 0 and 1 <= self.ahead <= self.steps(k)
 
 
@@ -180,12 +178,12 @@ def _fragment_candidates(n: int, k: int, m: int) -> Iterable[PQ2Config]:
         wasted = steps * k_warps * BLOCK > 1.25 * k
         if wasted or not 2 <= warps <= 8 or n < 64 * rows:
             continue
-        looks = (1, 2) if m > 16 and tiles == 1 else (2,)
-        for ahead, look in itertools.product(_depths(steps), looks):
+        # With many tokens the sums of two tiles leave registers for few warps, and weights on their way for fewer still.
+        for ahead in [*([1] if tiles > 1 and m > 16 else []), *_depths(steps)]:
             # Words of codes on their way, those unpacked and sums of a thread.
             halves = -(-m // 8)
             if 5 * tiles * ahead + 16 * min(tiles, halves) + 4 * tiles * halves <= 110:
-                yield PQ2Config("fragments", rows, ahead, warps, row_warps, look)
+                yield PQ2Config("fragments", rows, ahead, warps, row_warps)
 
 
 def _depths(steps: int) -> list[int]:

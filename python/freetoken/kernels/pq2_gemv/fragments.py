@@ -277,16 +277,6 @@ def _add_half(
 
 
 @triton.jit
-def _moved_up(asked, new, AHEAD: tl.constexpr):
-    """``asked`` without its first, ``new`` at its end."""
-    following = ()
-    for i in tl.static_range(1, AHEAD):
-        following += (asked[i],)
-    following += (new,)
-    return following
-
-
-@triton.jit
 def _add_block(
     totals,
     asked,
@@ -301,13 +291,11 @@ def _add_block(
     TILES: tl.constexpr,
     HALVES: tl.constexpr,
     K_WARPS: tl.constexpr,
-    LOOK: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` that come after, ``LOOK`` times eight.
+    """``totals``, one for each eight tokens and tile, plus one block of K; and the ``tokens`` that come after, two times eight.
 
-    Of two times eight one is on its way in any case: the assembler puts loads as late as it can, and the cache near the programs may be
-    small. One takes fewer registers.
+    Values are asked for two ahead: the assembler puts loads as late as it can, and the cache near the programs may be small.
     """
     rows = ()
     for tile in tl.static_range(TILES):
@@ -316,8 +304,8 @@ def _add_block(
     for half in tl.static_range(HALVES):
         new = _ask_tokens(
             activation,
-            (half + LOOK) % HALVES,
-            step + (half + LOOK) // HALVES,
+            (half + 2) % HALVES,
+            step + (half + 2) // HALVES,
             part,
             K,
             GROUP_W,
@@ -327,7 +315,7 @@ def _add_block(
             ON_GPU,
         )
         added += (_add_half(totals[half], rows, asked, tokens[0], lane, GROUP_W, GROUP_X, TILES, ON_GPU),)
-        tokens = _moved_up(tokens, new, LOOK)
+        tokens = (tokens[1], new)
     return added, tokens
 
 
@@ -364,6 +352,16 @@ def _row_pointers(
 
 
 @triton.jit
+def _moved_up(asked, new, AHEAD: tl.constexpr):
+    """``asked`` without its first, ``new`` at its end."""
+    following = ()
+    for i in tl.static_range(1, AHEAD):
+        following += (asked[i],)
+    following += (new,)
+    return following
+
+
+@triton.jit
 def _store(total, out_ptr, first_row, first_token, m, n, TILES: tl.constexpr, ROW_WARPS: tl.constexpr):
     """Add one tile over the warps that shared K and write it."""
     t0, t1, t2, t3 = total
@@ -397,7 +395,6 @@ def fragment_kernel(
     K_WARPS: tl.constexpr,
     HALVES: tl.constexpr,
     AHEAD: tl.constexpr,
-    LOOK: tl.constexpr,
     WHOLE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -437,11 +434,10 @@ def fragment_kernel(
         tl.extra.cuda.gdc_wait()
     if EARLY and LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    tokens = ()
-    for i in tl.static_range(LOOK):
-        tokens += (
-            _ask_tokens(activation, i % HALVES, i // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
-        )
+    tokens = (
+        _ask_tokens(activation, 0, 0, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+        _ask_tokens(activation, 1 % HALVES, 1 // HALVES, part, K, GROUP_W, GROUP_X, HALVES, K_WARPS, ON_GPU),
+    )
     # One step a round: more of them are interleaved, which costs registers, and pays only where these hold few warps anyway.
     UNROLL: tl.constexpr = AHEAD if TILES > 1 and HALVES == 4 else 1
     ROUNDS: tl.constexpr = (STEPS - AHEAD) // UNROLL
@@ -449,7 +445,7 @@ def fragment_kernel(
         for i in tl.static_range(UNROLL):
             totals, tokens = _add_block(
                 totals, asked[0], activation, tokens, turn * UNROLL + i, part, lane,
-                K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, LOOK, ON_GPU,
+                K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
             )  # fmt: skip
             further = turn * UNROLL + i + AHEAD
             new = _ask_tiles(rows, further, part, K, GROUP_W, TILES, K_WARPS, WHOLE, INTERLEAVED, ON_GPU)
@@ -457,7 +453,7 @@ def fragment_kernel(
     for step in tl.range(ROUNDS * UNROLL, STEPS):
         totals, tokens = _add_block(
             totals, asked[0], activation, tokens, step, part, lane,
-            K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, LOOK, ON_GPU,
+            K, GROUP_W, GROUP_X, TILES, HALVES, K_WARPS, ON_GPU,
         )  # fmt: skip
         new = asked[0]
         if UNROLL > 1:

@@ -33,7 +33,7 @@ def _settings(
     interleaved: bool = True,
 ) -> dict[str, Any]:
     """Compile-time arguments and launch options."""
-    own = {"HALVES": -(-tokens // 8), "LOOK": config.look} if config.kind == "fragments" else {}
+    own = {"HALVES": -(-tokens // 8)} if config.kind == "fragments" else {}
     return own | {
         "K": k,
         "GROUP_W": group_w,
