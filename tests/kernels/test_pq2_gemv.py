@@ -253,12 +253,12 @@ CASES = [
     (8, 16, 384, 64, 64, PQ2Config(FRAGMENTS, 16, 1, 4)),
     (9, 5, 256, 128, 64, PQ2Config(FRAGMENTS, 16, 1, 2)),
     (16, 17, 256, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 1)),
-    (5, 10, 256, 128, 32, PQ2Config(FRAGMENTS, 16, 2, 1, look=1)),
+    (5, 10, 256, 128, 32, PQ2Config(FRAGMENTS, 16, 2, 1)),
     (13, 10, 128, 64, 32, PQ2Config(FRAGMENTS, 16, 1, 1)),
     (3, 8, 5120, 128, 128, PQ2Config(FRAGMENTS, 16, 2, 8)),
     (8, 72, 640, 128, 128, PQ2Config(FRAGMENTS, 32, 2, 4, row_warps=2)),
     (20, 67, 384, 128, 128, PQ2Config(FRAGMENTS, 64, 1, 2, row_warps=2)),
-    (32, 40, 384, 64, 128, PQ2Config(FRAGMENTS, 64, 2, 4, row_warps=4, look=1)),
+    (32, 40, 384, 64, 128, PQ2Config(FRAGMENTS, 64, 2, 4, row_warps=4)),
     (25, 24, 256, 128, 32, PQ2Config(FRAGMENTS, 32, 1, 4, row_warps=2)),
 ]
 
@@ -441,7 +441,6 @@ def test_tables_round_trip_and_lies_are_refused(tmp_path: Path) -> None:
         {"ahead": 9},
         {"kind": "many"},
         {"row_warps": 2},
-        {"look": 3},
         {"k": "x"},
         {"speed": 1},
     ):
