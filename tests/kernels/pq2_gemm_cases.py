@@ -28,6 +28,7 @@ def case(form: str, n: int, k: int, m: int, group: int = 128, early: bool = Fals
         "BLOCK_M": config.block_m,
         "SPLIT_K": config.split_k,
         "STAGES": config.num_stages,
+        "INTERLEAVED": True,
         "ON_GPU": True,
         "EARLY": early,
     }
@@ -51,7 +52,7 @@ CASES = [
     KernelCase(
         "decoder of rows",
         f"{MODULE}:decode_kernel",
-        {"codes_ptr": "*u8", "scales_ptr": "*fp16", "out_ptr": "*bf16", "rows": "i32"},
-        {"K": 5120, "GROUP_W": 128, "ROWS": 8, "WIDTH": 512, "ON_GPU": True, "EARLY": False},
+        {"codes_ptr": "*u8", "scales_ptr": "*fp16", "out_ptr": "*bf16", "begin": "i32", "rows": "i32"},
+        {"K": 5120, "GROUP_W": 128, "ROWS": 8, "WIDTH": 512, "INTERLEAVED": True, "ON_GPU": True, "EARLY": False},
     ),
 ]
