@@ -74,7 +74,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
         figures.read(path)
 
 
-def test_commit_of_a_checkout(tmp_path: Path) -> None:
+def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures.commit(tmp_path) == "unknown"
     git(tmp_path, "init")
     assert figures.commit(tmp_path) == "unknown"
@@ -87,6 +87,8 @@ def test_commit_of_a_checkout(tmp_path: Path) -> None:
     assert figures.commit(tmp_path) == clean
     (tmp_path / "f").write_text("2")
     assert figures.commit(tmp_path) == clean + "+"
+    monkeypatch.setenv("FREETOKEN_COMMIT", "abc")
+    assert figures.commit(tmp_path) == "abc"
 
 
 def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,11 +70,12 @@ def folder_name(card_name: str) -> str:
 
 
 def commit(root: Path | None = None) -> str:
-    """Abbreviated commit of the checkout this file lies in, ``+`` appended when tracked files differ from it.
-
-    Where there is no git or no checkout (an installed package, a copied tree), the value of ``FREETOKEN_COMMIT`` or
-    ``unknown``.
+    """The value of ``FREETOKEN_COMMIT``, for a copied tree whose history is another's; else the abbreviated commit of the checkout this
+    file lies in, ``+`` appended when tracked files differ from it; else ``unknown``.
     """
+    stated = str(environ.get("FREETOKEN_COMMIT"))
+    if stated:
+        return stated
     where = Path(__file__).resolve().parents[3] if root is None else root
 
     def git(*words: str) -> str | None:
@@ -86,7 +87,7 @@ def commit(root: Path | None = None) -> str:
 
     head = git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return str(environ.get("FREETOKEN_COMMIT")) or "unknown"
+        return "unknown"
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + ("+" if changed else "")
 
