@@ -29,6 +29,7 @@ from freetoken.loader.gguf import GGUFFile
 from freetoken.loader.names import expected_tensors, weight_bytes
 from freetoken.loader.packing import packing_from_config
 from freetoken.loader.stream import stream_tensors
+from freetoken.models import decoder
 from freetoken.models import packed as packed_layers
 from freetoken.models.decoder import DecoderModel
 from freetoken.models.layers import ColumnLinear, Placement
@@ -354,6 +355,23 @@ def test_random_packed_weights_of_a_config(block: int) -> None:
     again = build_model(parsed, dtype=torch.float32, device="cpu", max_positions=128)
     again.random_weights(3)
     assert torch.equal(again.layers[0].mlp.down.weight.codes, down.codes)
+
+
+def test_interleaved_weights_change_no_logit(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that runs the fused kernels; here the reference reads them."""
+    checkpoint = open_checkpoint(paths("rotated"))
+    ids = list(range(TOKENS))
+    model = load(checkpoint)
+    projections = [module for module in model.modules() if isinstance(module, packed_layers.PackedLinear)]
+    assert projections and not any(module.weight.interleaved for module in [*projections, model.head])
+    wanted = run(model, ids)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(decoder, "choose_op", lambda name, kind: Choice(name, "", "triton", "for this test"))
+    model.settle()
+    monkeypatch.undo()
+    assert all(module.weight.interleaved for module in projections)
+    assert model.head.weight.interleaved == bool(model.head.slots) and not model.embedding.weight.interleaved
+    assert torch.equal(run(model, ids), wanted)
 
 
 @pytest.mark.skipif(probe().usable_gpu, reason="interpreted kernels; a GPU runs them in tests of its own")

@@ -309,6 +309,7 @@ class DecoderModel:
                 found |= layer.mlp.experts.pieces()
         return found
 
+    @torch.inference_mode()
     def settle(self) -> None:
         """Put packed weights, now that they are there, in the order that the kernels read fastest; where none run, leave them."""
         if self.device.type == "cuda" and choose_op("pq2_gemv", "cuda").impl != "reference":
