@@ -34,6 +34,15 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class FragmentConfig:
+    """A launch of :mod:`freetoken.kernels.moe_gemm.fragments`: 16 weight rows a program, ``unroll`` chunks of columns of each of its
+    warps on their way at a time."""
+
+    num_warps: int
+    unroll: int
+
+
 def route_by_route(tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether each route should read its expert's weights by itself.
 
