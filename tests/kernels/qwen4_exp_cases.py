@@ -19,7 +19,7 @@ STREAMS, HIDDEN, RANK = 4, 2560, 320
 
 def _add_norm(element: str, *, add: bool, norm: bool) -> KernelCase:
     pointers = dict.fromkeys(("residual_ptr", "y_ptr", "inject_ptr", "normed_ptr"), f"*{element}")
-    values = {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 4096, "ADD": add, "NORM": norm}
+    values = {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 4096, "ADD": add, "NORM": norm, "EARLY": False}
     strides = ("y_stride", "inject_stride")
     return KernelCase(
         f"hyper add {add} norm {norm} {element}",

@@ -75,6 +75,25 @@ def pick_dense_route(n: int, k: int) -> RouteConfig:
     return RouteConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)), unroll=2)
 
 
+def pick_fragments(k: int) -> FragmentConfig:
+    """Settings for few rows, or a route, of ``k`` elements: up to five chunks of each of eight warps at a time."""
+    chunks = max(1, k // 64)
+    warps = min(8, power_of_two_at_least(chunks))
+    return FragmentConfig(warps, even_share(-(-chunks // warps), 6))
+
+
+def pick_down_fragments(k: int, top_k: int) -> FragmentConfig:
+    """Settings for down, whose programs go through all routes of a token."""
+    pieces = max(1, k // 64 * top_k)
+    warps = min(8, power_of_two_at_least(pieces))
+    return FragmentConfig(warps, even_share(-(-pieces // warps), 7))
+
+
+def even_share(steps: int, most: int) -> int:
+    """Of ``steps`` the part, at most ``most``, that makes the fewest rounds and leaves the least over."""
+    return -(-steps // -(-steps // most))
+
+
 def block_m(routes: int, num_experts: int) -> int:
     """Routes a tile by their density: the smallest tile that holds an expert's average share with a third to spare."""
     density = routes / num_experts

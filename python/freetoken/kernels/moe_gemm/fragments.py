@@ -80,9 +80,7 @@ def _activations(pointer, AT_ONCE: tl.constexpr, ON_GPU: tl.constexpr):
     """The 16 columns of a token from each pointer on, two in a word; ``AT_ONCE`` by loads that the assembler does not put off until
     their values are needed."""
     if ON_GPU and AT_ONCE:
-        asm: tl.constexpr = (
-            "ld.relaxed.cta.global.v4.u32 {$0, $1, $2, $3}, [$8]; ld.relaxed.cta.global.v4.u32 {$4, $5, $6, $7}, [$8+16];"
-        )
+        asm: tl.constexpr = "ld.relaxed.cta.global.v4.u32 {$0, $1, $2, $3}, [$8]; ld.relaxed.cta.global.v4.u32 {$4, $5, $6, $7}, [$8+16];"
         words = tl.inline_asm_elementwise(
             asm,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l",
@@ -137,9 +135,7 @@ def _whole(total, BF16: tl.constexpr):
 
 
 @triton.jit
-def _activations_round(
-    x, begin, STEP: tl.constexpr, CHUNKS: tl.constexpr, UNROLL: tl.constexpr, ON_GPU: tl.constexpr
-):
+def _activations_round(x, begin, STEP: tl.constexpr, CHUNKS: tl.constexpr, UNROLL: tl.constexpr, ON_GPU: tl.constexpr):
     """For every step of a round and eight tokens of ``x`` (pointers) their columns."""
     found = ()
     for step in tl.static_range(UNROLL):

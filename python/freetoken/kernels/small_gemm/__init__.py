@@ -79,6 +79,20 @@ class SmallGemm:
             self._compare(y, reference.linear(x, weight, bias), x.dtype)
         return y
 
+    def squashes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether :meth:`linear_squashed` takes these as one kernel."""
+        if not self._fits(x, weight):
+            return False
+        config = pick_config(*weight.shape, x.shape[0], launch.capability(x.device))
+        return 0 < x.shape[0] and (x.shape[0] == 1 or config.kind == "fragments")
+
+    def linear_squashed(self, x: torch.Tensor, weight: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
+        """``[M, N]``, as :func:`reference.linear_squashed`; where :meth:`squashes`."""
+        y = self._triton.linear(x, weight, scratch=self._scratch, squash=(rows, divisor))
+        if self._checked:
+            self._compare(y, reference.linear_squashed(x, weight, rows, divisor), x.dtype)
+        return y
+
     def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, F]``, as :func:`reference.linear_silu_mul`."""
         if not self._fits(x, weight):
