@@ -84,7 +84,7 @@ class SmallGemm:
         if not self._fits(x, weight):
             return False
         config = pick_config(*weight.shape, x.shape[0], launch.capability(x.device))
-        return 0 < x.shape[0] and (x.shape[0] == 1 or config.kind == "fragments")
+        return x.shape[0] > 0 and (x.shape[0] == 1 or config.kind == "fragments")
 
     def linear_squashed(self, x: torch.Tensor, weight: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
         """``[M, N]``, as :func:`reference.linear_squashed`; where :meth:`squashes`."""
