@@ -249,7 +249,7 @@ def rows_kernel(
         highs += (line + 8 * (K // 4),)
         scales += (scale_ptr + (matrix * N + first_row) // ROWS * COLUMNS,)
         sums = ()
-        for half in tl.static_range(HALVES):
+        for _half in tl.static_range(HALVES):
             sums += ((nothing, nothing, nothing, nothing),)
         totals += (sums,)
     asked = _ask_round(lows, highs, scales, warp, WARPS, CHUNKS, UNROLL, ON_GPU)
