@@ -214,6 +214,7 @@ def rope_kv(device: str, sizes: Sizes) -> list[Case]:
 
 
 def small_gemm(device: str, sizes: Sizes) -> list[Case]:
+    from freetoken.bench.qwen4_exp_rows import squashed_cases
     from freetoken.kernels.silu_mul import SiluMul
     from freetoken.kernels.small_gemm import SmallGemm, max_tokens
 
@@ -237,7 +238,7 @@ def small_gemm(device: str, sizes: Sizes) -> list[Case]:
             moved = (n * k + tokens * (n + k)) * weight.element_size()
             shape = {"tokens": tokens, "n": n, "k": k}
             cases.append(Case(shape, call("triton"), call("reference"), moved, 2.0 * tokens * n * k))
-    return cases
+    return [*cases, *squashed_cases(device, sizes)]
 
 
 def attn_decode(device: str, sizes: Sizes) -> list[Case]:
@@ -470,9 +471,9 @@ def ple_mix(device: str, sizes: Sizes) -> list[Case]:
 
 
 def hyper_mix(device: str, sizes: Sizes) -> list[Case]:
-    from freetoken.bench.qwen4_exp_rows import hyper_cases
+    from freetoken.bench.qwen4_exp_rows import gated_cases, hyper_cases
 
-    return hyper_cases(device, sizes)
+    return [*hyper_cases(device, sizes), *gated_cases(device, sizes)]
 
 
 def qsa(device: str, sizes: Sizes) -> list[Case]:

@@ -235,11 +235,12 @@ def gates(normed: torch.Tensor, weight: torch.Tensor, streams: int) -> bool:
     (tokens, width), rank = normed.shape, weight.shape[1]
     halves = (torch.float16, torch.bfloat16)
     whole = rank % 32 == 0 and rank <= GATED_RANK and width % (16 * streams) == 0 and streams & (streams - 1) == 0
-    return whole and 0 < tokens <= GATED_TOKENS and streams <= 16 and normed.dtype in halves
+    typed = normed.dtype in halves and weight.dtype == normed.dtype
+    return whole and 0 < tokens <= GATED_TOKENS and streams <= 16 and typed
 
 
 def gated_mix(normed: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, streams: int) -> torch.Tensor:
-    """As :func:`freetoken.kernels.hyper_mix.reference.gated_mix`, where :func:`gates`; ``low`` of even row stride."""
+    """As :func:`freetoken.kernels.hyper_mix.reference.gated_mix`, where :func:`gates`; rows of ``low`` begin at multiples of 16 bytes."""
     tokens, width = normed.shape
     out = normed.new_empty(tokens, width // streams)
     early = launch.early(normed)

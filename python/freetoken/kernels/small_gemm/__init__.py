@@ -80,14 +80,16 @@ class SmallGemm:
         return y
 
     def squashes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether :meth:`linear_squashed` takes these as one kernel."""
-        if not self._fits(x, weight):
+        """Whether :meth:`linear_squashed` is one kernel for these."""
+        rows = x.shape[0]
+        if rows == 0 or not self._fits(x, weight):
             return False
-        config = pick_config(*weight.shape, x.shape[0], launch.capability(x.device))
-        return x.shape[0] > 0 and (x.shape[0] == 1 or config.kind == "fragments")
+        return rows == 1 or pick_config(*weight.shape, rows, launch.capability(x.device)).kind == "fragments"
 
     def linear_squashed(self, x: torch.Tensor, weight: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
-        """``[M, N]``, as :func:`reference.linear_squashed`; where :meth:`squashes`."""
+        """``[M, N]``, as :func:`reference.linear_squashed`."""
+        if not self.squashes(x, weight):
+            return reference.linear_squashed(x, weight, rows, divisor)
         y = self._triton.linear(x, weight, scratch=self._scratch, squash=(rows, divisor))
         if self._checked:
             self._compare(y, reference.linear_squashed(x, weight, rows, divisor), x.dtype)

@@ -79,14 +79,16 @@ def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False) -> GemmConfig:
+def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False, wide: bool = False) -> GemmConfig:
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
+
+    ``wide`` is for float32, which fragments cannot have.
 
     The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
     program, and cuts K until about a hundred programs run; that of narrow weights, without ``silu``, needs a twentieth of it.
     """
     found = CONFIGS.get(capability, {}).get((n, k, m_class(m))) if capability is not None else None
-    if found is not None:
+    if found is not None and not (wide and found.kind == "fragments"):
         return found
     if m == 1:
         block_k = min(1024, _power_of_two_at_least(k))

@@ -30,6 +30,8 @@ class Scratch:
         """Make room for the parts ``[rows, halves * n]`` of one launch; a no-op for unsplit products."""
         if config.split_k == 1:
             return
+        if config.kind == "fragments":
+            rows = triton.cdiv(rows, 8) * 8
         parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n) * triton.cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
@@ -318,7 +320,8 @@ def linear(
     n, k = weight.shape
     out = torch.empty((x.shape[0], n), dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] > 0:
-        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device))
+        wide = x.dtype == torch.float32
+        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device), wide=wide)
         _launch(x, weight, bias, out, False, config, scratch, under, squash)
     return out
 
