@@ -10,7 +10,9 @@ from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
 from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, next_power_of_two
+from freetoken.kernels.hyper_mix.triton import GATED_RANK
 from freetoken.kernels.qsa.plan import piece_config
+from freetoken.kernels.small_gemm.configs import HOPPER, pick_config
 
 HYPER, QSA = "freetoken.kernels.hyper_mix.triton", "freetoken.kernels.qsa.triton"
 PIECES = "freetoken.kernels.qsa.pieces"
@@ -29,6 +31,47 @@ def _add_norm(element: str, *, add: bool, norm: bool) -> KernelCase:
         {"num_warps": 8},
         divisible=strides,
     )
+
+
+def _gated_mix(element: str, m: int, rank: int = RANK) -> KernelCase:
+    types = {**dict.fromkeys(("low_ptr", "weight_ptr"), "*i32"), **dict.fromkeys(("normed_ptr", "out_ptr"), f"*{element}")}
+    values = {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "RANK": rank, "HALVES": 1 if m <= 8 else 2}
+    return KernelCase(
+        f"hyper gated mix {rank} m={m} {element}",
+        f"{HYPER}:gated_mix_kernel",
+        {**types, "m": "i32", "low_stride": "i32"},
+        {**values, "BF16": element == "bf16", "EARLY": False, "ON_GPU": True},
+        {"num_warps": STREAMS},
+    )
+
+
+PRODUCTS = {"hyper down": (336, 10240, RANK), "router": (528, 2560, 0), "index": (640, 2560, 0), "gdn gates": (96, 2560, 0)}
+"""Rows, columns and squashed rows of the float products of a step."""
+
+
+def _product(name: str, m: int) -> KernelCase:
+    """With the settings measured on Hopper."""
+    n, k, squashed = PRODUCTS[name]
+    config = pick_config(n, k, m, HOPPER)
+    values = {"N": n, "K": k, "SPLIT_K": config.split_k, "UNROLL": config.unroll, "HAS_BIAS": False}
+    values |= {"SQUASHED": squashed, "DIVISOR": STREAMS, "EARLY": True, "UNDER": False}
+    types = {"bias_ptr": "*bf16", "out_ptr": "*bf16", "parts_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    if config.kind == "fragments":
+        values |= {"WARPS": config.num_warps, "HALVES": 1 if m <= 8 else 2, "BF16": True, "ON_GPU": True}
+        types |= {**dict.fromkeys(("x_ptr", "weight_ptr"), "*i32"), "m": "i32"}
+        kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
+    else:
+        values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "AHEAD": config.ahead, "SILU": False}
+        types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16")
+        kernel = "freetoken.kernels.small_gemm.triton:gemv_kernel"
+    options = {"num_warps": config.num_warps, "launch_pdl": True}
+    return KernelCase(f"product {name} m={m} early", kernel, types, values, options, first_arch=90, last_arch=90)
+
+
+def _early(case: KernelCase) -> KernelCase:
+    """The same kernel for programmatic dependent launch."""
+    constexprs, options = {**case.constexprs, "EARLY": True}, {**case.options, "launch_pdl": True}
+    return replace(case, name=f"{case.name} early", constexprs=constexprs, options=options, first_arch=90)
 
 
 _TABLES = {"page_table_ptr": "*i32", "rows_ptr": "*i64"}
@@ -158,16 +201,23 @@ CASES = [
         "hyper squash",
         f"{HYPER}:squash_kernel",
         {"low_ptr": "*bf16", "out_ptr": "*bf16", "low_stride": "i32"},
-        {"STREAMS": STREAMS, "RANK": RANK, "BLOCK": 512},
+        {"STREAMS": STREAMS, "RANK": RANK, "BLOCK": 512, "EARLY": False},
         {"num_warps": 2},
     ),
     KernelCase(
         "hyper mix",
         f"{HYPER}:mix_kernel",
         dict.fromkeys(("normed_ptr", "gate_ptr", "out_ptr"), "*bf16"),
-        {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 512},
+        {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "BLOCK": 512, "EARLY": False},
         {"num_warps": 2},
     ),
+    *(_gated_mix("bf16", m) for m in (1, 16)),
+    _gated_mix("fp16", 16),
+    *(_gated_mix("bf16", m, GATED_RANK) for m in (8, 16)),
+    _early(_gated_mix("bf16", 1)),
+    _early(_gated_mix("bf16", 16)),
+    _early(_add_norm("bf16", add=True, norm=True)),
+    *(_product(name, m) for name in PRODUCTS for m in (1, 16) if (m, name) != (16, "gdn gates")),
     *(_index(element, pieces) for element in ("bf16", "fp32") for pieces in (False, True)),
     *(_score(element) for element in ("bf16", "fp32")),
     _select(4096, 16, 0),

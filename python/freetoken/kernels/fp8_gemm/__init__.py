@@ -60,7 +60,8 @@ class Fp8Gemm:
         if rows > MAX_TOKENS or bias is not None:
             y = self._silu_mul(self._product(x, weight, bias))
         elif rows <= FRAGMENT_TOKENS and self._fragments.fits(x, weight, silu=True):
-            y = self._fragments.rows(x, None, weight, pick_fragments(x.shape[1]), silu=True)
+            config = pick_fragments(weight.shape[0] // 2, x.shape[1], gated=True)
+            y = self._fragments.rows(x, None, weight, config, silu=True)
         elif rows == 1:
             y = self._experts.gate_up_routes(x, None, weight, pick_gate_up_route(x.shape[1], 1))
         else:
@@ -76,7 +77,7 @@ class Fp8Gemm:
         if rows > MAX_TOKENS:
             return torch.nn.functional.linear(x, self._dequantise(weight, x.dtype), bias)
         if rows <= FRAGMENT_TOKENS and self._fragments.fits(x, weight):
-            y = self._fragments.rows(x, None, weight, pick_fragments(x.shape[1]), silu=False)
+            y = self._fragments.rows(x, None, weight, pick_fragments(*weight.shape), silu=False)
         elif rows == 1:
             y = self._experts.down_routes(x, None, weight, None, pick_dense_route(*weight.shape))
         else:

@@ -77,7 +77,8 @@ class MoeGemm:
         shared: Shared | None,
     ) -> torch.Tensor:
         if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight) and self._fragmentary(x, gate_up, down):
-            hidden = self._fragments.rows(x, ids, gate_up, pick_fragments(x.shape[1]), silu=True)
+            config = pick_fragments(gate_up.shape[1] // 2, x.shape[1], ids.numel(), gated=True)
+            hidden = self._fragments.rows(x, ids, gate_up, config, silu=True)
             config = pick_down_fragments(hidden.shape[1], ids.shape[1])
             return self._fragments.routes_down(hidden, (ids, weights), down, shared, config)
         size = _element_size(gate_up)

@@ -31,7 +31,7 @@ class Scratch:
         if config.split_k == 1:
             return
         if config.kind == "fragments":
-            rows = triton.cdiv(rows, 8) * 8
+            rows = 8 if rows <= 8 else triton.cdiv(rows, 16) * 16
         parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n) * triton.cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
@@ -287,7 +287,8 @@ def _launch(
     beside = (weight if bias is None else bias, out, parts, arrivals)
     squashed = {"SQUASHED": squash[0], "DIVISOR": squash[1]}
     if m == 1 and not fragments:
-        unrolled = {"UNROLL": config.unroll, "AHEAD": config.ahead}
+        steps = triton.cdiv(k, config.block_k * config.split_k)
+        unrolled = {"UNROLL": config.unroll, "AHEAD": min(config.ahead, steps)}
         gemv_kernel[grid](x, weight, *beside, **unrolled, **squashed, **tiles, **settings)
     elif not fragments:
         if squash[0]:
