@@ -34,7 +34,10 @@ def _add_norm(element: str, *, add: bool, norm: bool) -> KernelCase:
 
 
 def _gated_mix(element: str, m: int, rank: int = RANK) -> KernelCase:
-    types = {**dict.fromkeys(("low_ptr", "weight_ptr"), "*i32"), **dict.fromkeys(("normed_ptr", "out_ptr"), f"*{element}")}
+    types = {
+        **dict.fromkeys(("low_ptr", "weight_ptr"), "*i32"),
+        **dict.fromkeys(("normed_ptr", "out_ptr"), f"*{element}"),
+    }
     values = {"STREAMS": STREAMS, "HIDDEN": HIDDEN, "RANK": rank, "HALVES": 1 if m <= 8 else 2}
     return KernelCase(
         f"hyper gated mix {rank} m={m} {element}",
@@ -45,7 +48,12 @@ def _gated_mix(element: str, m: int, rank: int = RANK) -> KernelCase:
     )
 
 
-PRODUCTS = {"hyper down": (336, 10240, RANK), "router": (528, 2560, 0), "index": (640, 2560, 0), "gdn gates": (96, 2560, 0)}
+PRODUCTS = {
+    "hyper down": (336, 10240, RANK),
+    "router": (528, 2560, 0),
+    "index": (640, 2560, 0),
+    "gdn gates": (96, 2560, 0),
+}
 """Rows, columns and squashed rows of the float products of a step."""
 
 

@@ -21,7 +21,6 @@ from freetoken.kernels.moe_route import MoeRoute
 from freetoken.kernels.silu_mul import SiluMul
 
 BOUND = checking.RELATIVE_RMS[torch.float16]
-ODD = (float("nan"), float("inf"), 0.0)
 
 
 def fp8_weight(*shape: int, parts: tuple[int, ...] = ()) -> Fp8Weight:
@@ -133,7 +132,7 @@ def test_scalar_python() -> None:
     assert relative_rms(actual.cpu(), torch.tensor(scalar_experts(x, ids, shares, gate_up, down))) <= BOUND
 
 
-@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("value", [float("nan"), 6e4])
 def test_lanes_do_not_reach_others(value: float) -> None:
     """A lane of whatever a padded batch holds, beside real ones."""
     weight, x = fp8_weight(32, 128), halves(11, 128)
@@ -156,8 +155,16 @@ def test_what_fits() -> None:
         assert isinstance(weight, Fp8Weight) and not fragments.fits(x, weight)
 
 
-@pytest.mark.parametrize(("rows", "k", "dtype"), [(1, 64, torch.float16), (16, 64, torch.float16), (17, 64, torch.float16)]
-    + [(1, 96, torch.float16), (3, 64, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"),
+    [
+        (1, 64, torch.float16),
+        (16, 64, torch.float16),
+        (17, 64, torch.float16),
+        (1, 96, torch.float16),
+        (3, 64, torch.float32),
+    ],
+)
 def test_which_dense_products(rows: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = count_calls(monkeypatch)
     op = Fp8Gemm(choice("fp8_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
@@ -170,8 +177,10 @@ def test_which_dense_products(rows: int, k: int, dtype: torch.dtype, monkeypatch
     assert taken == (["rows"] * 2 if rows <= FRAGMENT_TOKENS and k % 64 == 0 and dtype == torch.float16 else [])
 
 
-@pytest.mark.parametrize(("tokens", "width", "kind"), [(1, 64, "fp8"), (2, 64, "fp8"), (3, 64, "fp8"), (1, 48, "fp8")]
-    + [(1, 64, torch.float16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "width", "kind"),
+    [(1, 64, "fp8"), (2, 64, "fp8"), (3, 64, "fp8"), (1, 48, "fp8"), (1, 64, torch.float16)],
+)
 def test_which_layers(tokens: int, width: int, kind: str | torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes one by one in FP8, where both products fit."""
     taken = count_calls(monkeypatch)
@@ -187,7 +196,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     for name in ("rows", "routes_down"):
         real = getattr(fragments, name)
-        monkeypatch.setattr(fragments, name, lambda *a, real=real, name=name, **k: (seen.append(name), real(*a, **k))[1])
+        monkeypatch.setattr(
+            fragments, name, lambda *a, real=real, name=name, **k: (seen.append(name), real(*a, **k))[1]
+        )
     return seen
 
 

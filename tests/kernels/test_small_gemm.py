@@ -98,7 +98,9 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 160), (50, 224), (1, 32)])
-@pytest.mark.parametrize(("m", "config"), [*zip((2, 17, 32), FRAGMENTS, strict=True), (9, FRAGMENTS[1]), (1, FRAGMENTS[2])], ids=str)
+@pytest.mark.parametrize(
+    ("m", "config"), [*zip((2, 17, 32), FRAGMENTS, strict=True), (9, FRAGMENTS[1]), (1, FRAGMENTS[2])], ids=str
+)
 def test_fragments_equal_reference(m: int, config: GemmConfig, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     offset = torch.randn(n, device=DEVICE) if n % 2 else None

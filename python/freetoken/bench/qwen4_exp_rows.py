@@ -92,9 +92,7 @@ def gated_cases(device: str, sizes: Sizes) -> list[Case]:
 
         moved = float(weight.element_size() * (weight.numel() + 2 * normed.numel()))
         shape = {"tokens": tokens, "rank": RANK}
-        cases.append(
-            Case(shape, call(ops[0]), call(ops[1]), moved, 2.0 * tokens * weight.numel(), model=MODEL)
-        )
+        cases.append(Case(shape, call(ops[0]), call(ops[1]), moved, 2.0 * tokens * weight.numel(), model=MODEL))
     return cases
 
 

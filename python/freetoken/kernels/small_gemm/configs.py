@@ -85,7 +85,9 @@ def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False, wide: bool = False) -> GemmConfig:
+def pick_config(
+    n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False, wide: bool = False
+) -> GemmConfig:
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
 
     ``wide`` is for float32, which fragments cannot have; nor can they have ``silu``.
