@@ -138,6 +138,17 @@ CASES = [
         {"num_warps": 4},
     ),
     KernelCase(
+        "sigmoid_mul",
+        "freetoken.kernels.silu_mul.triton:sigmoid_mul_kernel",
+        {
+            **dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("x_stride", "gate_stride"), "i32"),
+        },
+        {"width": 6144, "BLOCK": 1024, "EARLY": False},
+        {"num_warps": 4},
+        divisible=("x_stride", "gate_stride"),
+    ),
+    KernelCase(
         "token_mask",
         "freetoken.kernels.token_mask.triton:token_mask_kernel",
         {"logits_ptr": "*fp32", "places_ptr": "*i64", "masks_ptr": "*i32"}

@@ -91,7 +91,7 @@ def _index(element: str, pieces: bool) -> KernelCase:
     floats = dict.fromkeys(("rope_ptr", "q_weight_ptr", "k_weight_ptr"), "*fp32")
     places = {"positions_ptr": "*i64", "slots_ptr": "*i64", "projected_stride": "i32", "table_stride": "i32"}
     types = {**pointers, **floats, **_TABLES, **places, "before_ptr": "*i64", "eps": "fp32"}
-    values = {**_HEADS, "R": 64, "PIECES": pieces}
+    values = {**_HEADS, "R": 64, "PIECES": pieces, "EARLY": False}
     name = f"qsa index {'pieces ' if pieces else ''}{element}"
     return KernelCase(name, f"{QSA}:index_kernel", types, values, {"num_warps": 1})
 
@@ -103,7 +103,7 @@ def _score(element: str) -> KernelCase:
         f"qsa score {element}",
         f"{QSA}:score_kernel",
         {**pointers, **numbers},
-        {**_HEADS, "BLOCKS": 64},
+        {**_HEADS, "BLOCKS": 64, "EARLY": False},
         {"num_warps": 4},
     )
 
@@ -112,7 +112,7 @@ def _select(chunk: int, warps: int, split: int) -> KernelCase:
     floats, words = ("scores_ptr", "best_ptr"), ("blocks_ptr", "seq_lens_ptr", "chosen_ptr", "counts_ptr")
     pointers = {**dict.fromkeys(floats, "*fp32"), **_TABLES, **dict.fromkeys(words, "*i32")}
     strides = dict.fromkeys(("table_stride", "scores_stride", "best_stride", "chosen_stride"), "i32")
-    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "SPLIT": split, "CHUNK": chunk}
+    values = {"RATIO": 4, "TAIL": 4, "PAGE": 16, "KEPT": 512, "SPLIT": split, "CHUNK": chunk, "EARLY": False}
     name = f"qsa select {chunk}{' of candidates' if split else ''}"
     return KernelCase(name, f"{QSA}:select_kernel", {**pointers, **strides}, values, {"num_warps": warps})
 
@@ -123,7 +123,7 @@ def _candidates() -> KernelCase:
         **dict.fromkeys(("blocks_ptr", "seq_lens_ptr"), "*i32"),
     }
     types |= dict.fromkeys(("scores_stride", "best_stride"), "i32")
-    values = {"RATIO": 4, "KEPT": 512, "SPLIT": 4096, "CHUNK": 4096}
+    values = {"RATIO": 4, "KEPT": 512, "SPLIT": 4096, "CHUNK": 4096, "EARLY": False}
     return KernelCase("qsa candidates", f"{QSA}:candidates_kernel", types, values, {"num_warps": 16})
 
 
@@ -142,7 +142,7 @@ def _attend(element: str, early: bool = False) -> KernelCase:
         "freetoken.kernels.attn_decode.triton:_split_kernel",
         {**pointers, **tables, **scratch, **numbers},
         values,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, **({"launch_pdl": True} if early else {})},
         **({"first_arch": 90} if early else {"last_arch": 89}),
     )
 
@@ -232,6 +232,7 @@ CASES = [
     _select(4096, 16, 4096),
     _select(64, 1, 0),
     _candidates(),
+    *(_early(case) for case in (_index("bf16", False), _score("bf16"), _select(4096, 16, 4096), _candidates())),
     *(_attend("bf16", early) for early in (False, True)),
     *(_piece_score(element) for element in ("bf16", "fp32")),
     _piece_bounds(2048, 4),

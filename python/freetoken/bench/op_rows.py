@@ -175,7 +175,12 @@ def silu_mul(device: str, sizes: Sizes) -> list[Case]:
         def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
             return lambda: (op(x),)
 
-        cases.append(Case({"tokens": tokens}, call(fused), call(reference), 1.5 * x.numel() * x.element_size()))
+        def gated(op: Any, x: Any = x) -> Callable[[], Tensors]:
+            return lambda: (op.sigmoid_mul(x[:, : sizes.ffn], x[:, sizes.ffn :]),)
+
+        moved, shape = 1.5 * x.numel() * x.element_size(), {"tokens": tokens}
+        cases.append(Case(shape, call(fused), call(reference), moved))
+        cases.append(Case({**shape, "sigmoid": 1}, gated(fused), gated(reference), moved))
     return cases
 
 

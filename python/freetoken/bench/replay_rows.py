@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
     "rope_kv": Row(
         "freetoken.kernels.rope_kv:RopeKv", {"__call__": ("k_pool", "v_pool")}, _rope, _rope_step, like="rope"
     ),
-    "silu_mul": Row("freetoken.kernels.silu_mul:SiluMul", {"__call__": ()}, more=("sgl_kernel",)),
+    "silu_mul": Row("freetoken.kernels.silu_mul:SiluMul", {"__call__": (), "sigmoid_mul": ()}, more=("sgl_kernel",)),
     "small_gemm": Row(
         "freetoken.kernels.small_gemm:SmallGemm",
         {"linear": (), "linear_squashed": (), "linear_silu_mul": ()},
