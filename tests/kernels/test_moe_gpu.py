@@ -7,7 +7,7 @@ import torch
 from expert_inputs import make_routes, make_weight
 from poison import choice
 
-from freetoken.kernels import checking
+from freetoken.kernels import checking, launch
 from freetoken.kernels.checking import relative_rms
 from freetoken.kernels.fp8_gemm import Fp8Gemm
 from freetoken.kernels.fp8_gemm import reference as fp8_reference
@@ -145,6 +145,40 @@ def test_replayed_fragments_are_eager_ones(rows: int) -> None:
         x.copy_(random(rows, HIDDEN))
         graph.replay()
         assert torch.equal(out, chain()) and out.float().std() > 0
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 512])
+def test_layers_launched_early_are_those_that_are_not(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choice and both products of layer after layer, each token with experts of its own: weights asked for too early would be others'."""
+    tokens = experts // (4 * TOP_K)
+    gate_up = make_weight("fp8", experts, 2 * WIDTH, HIDDEN, parts=(WIDTH,))
+    down, x = make_weight("fp8", experts, HIDDEN, WIDTH), random(tokens, HIDDEN)
+    op, route = make_op(), MoeRoute(choice("moe_route", "triton"))
+
+    def layers() -> torch.Tensor:
+        y = x
+        for _ in range(6):
+            ids, weights = route(y[:, :experts], experts, TOP_K, True)
+            y = op(y, ids, weights * 8, gate_up, down)
+        return y
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "EARLY_LAUNCH", False)
+        layers()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers()
+    for _ in range(5):
+        x.copy_(random(tokens, HIDDEN))
+        graph.replay()
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "EARLY_LAUNCH", False)
+            plain = layers()
+        assert torch.equal(out, plain) and torch.equal(layers(), plain) and out.float().std() > 0
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
