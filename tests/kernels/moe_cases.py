@@ -191,13 +191,12 @@ def _fragments_down(element: str, shared: bool) -> KernelCase:
         f"{FRAGMENTS}:routes_down_kernel",
         types,
         values,
-        {"num_warps": config.num_warps},
+        {"num_warps": config.num_warps, "maxnreg": DOWN_REGISTERS},
     )
 
 
 def _behind(case: KernelCase) -> KernelCase:
-    constexprs, options = {**case.constexprs, "BEHIND": True}, {**case.options, "maxnreg": DOWN_REGISTERS}
-    return replace(case, name=f"{case.name} behind", constexprs=constexprs, options=options)
+    return replace(case, name=f"{case.name} behind", constexprs={**case.constexprs, "BEHIND": True})
 
 
 def _combine(shared: bool) -> KernelCase:

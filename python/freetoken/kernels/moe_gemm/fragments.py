@@ -24,7 +24,7 @@ SCALE_BLOCK = tl.constexpr(BLOCK)
 CHUNK = 64
 """Columns a warp takes of 16 rows at a time."""
 DOWN_REGISTERS = 128
-"""Registers a thread of a down product behind its gate and up: two programs of 8 warps fit a multiprocessor."""
+"""Registers a thread of a down product of routes: two programs of 8 warps fit a multiprocessor."""
 
 
 @triton.jit
@@ -359,15 +359,15 @@ def routes_down_kernel(
             expert = one_word(ids_ptr + route, ON_GPU)
             there = (piece < PIECES) & (expert >= 0)
             share = _float_at(route_weights_ptr + route, False, ON_GPU)
-            named += ((tl.where(there, expert, 0).to(tl.int64), tl.where(there, share, 0.0), there),)
-            x = hidden_ptr + ((token * PIECES + tl.minimum(piece, PIECES - 1)) * 32 + word * 2)
+            named += ((tl.where(there, expert, 0), tl.where(there, share, 0.0), there),)
+            x = hidden_ptr + (route * (K // 2) + tl.minimum(piece, PIECES - 1) % CHUNKS * 32 + word * 2)
             columns += (_activations(x, True, ON_GPU),)
         asked = ()
         for step in tl.static_range(UNROLL):
             expert, _, there = named[step]
             chunk = (start + step * WARPS + warp) % CHUNKS
-            low = line + expert * (N * (K // 4))
-            factors = scale + expert * (N // ROWS * COLUMNS)
+            low = line + expert.to(tl.int64) * (N * (K // 4))
+            factors = scale + expert.to(tl.int64) * (N // ROWS * COLUMNS)
             asked += (_ask(low, low + 8 * (K // 4), factors, chunk, there, ON_GPU),)
         for step in tl.static_range(UNROLL):
             _, share, there = named[step]
@@ -480,6 +480,6 @@ def routes_down(
         ON_GPU=hidden.is_cuda,
         launch_pdl=early,
         num_warps=config.num_warps,
-        maxnreg=DOWN_REGISTERS if behind and early else None,
+        maxnreg=DOWN_REGISTERS,
     )
     return out
