@@ -70,7 +70,7 @@ def squashed_cases(device: str, sizes: Sizes) -> list[Case]:
             return lambda: (op.linear_squashed(x, weight, RANK, STREAMS),)
 
         moved = float((n * k + tokens * (n + k)) * weight.element_size())
-        shape = {"tokens": tokens, "n": n, "k": k}
+        shape = {"tokens": tokens, "n": n, "k": k, "rank": RANK}
         cases.append(Case(shape, call("triton"), call("reference"), moved, 2.0 * tokens * n * k, model=MODEL))
     return cases
 
