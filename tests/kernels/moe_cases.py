@@ -249,6 +249,7 @@ CASES = [
 """Those with the most registers and shared memory; the rest is left to the command."""
 MORE = [
     _choose("fp32", False),
+    _choose("fp16", False),
     _count(),
     _place(128),
     _gate_up("plain", "bf16", pick_gate_up_route(HIDDEN, 2)),
