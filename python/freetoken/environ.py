@@ -139,7 +139,12 @@ TABLE: tuple[EnvVar, ...] = (
         "0",
         f"{_FAULT} seconds each piece of an answer waits before it is sent.",
     ),
-    EnvVar("FREETOKEN_COMMIT", "str", "", "Commit to write into benchmark figures, of a copied tree; default: that of the checkout."),
+    EnvVar(
+        "FREETOKEN_COMMIT",
+        "str",
+        "",
+        "Commit to write into benchmark figures, of a copied tree; default: that of the checkout.",
+    ),
     EnvVar("FREETOKEN_NUM_THREADS", "int", "0", "CPU threads of the runner; 0 leaves torch's own choice."),
 )
 

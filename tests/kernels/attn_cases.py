@@ -72,7 +72,7 @@ def _join(head_dim: int, heads: int, kv_heads: int, element: str, batch: int, ea
         f"attn join {join.parts} x {join.width} of {heads} x {head_dim} {element}{' early' if early else ''}",
         f"{DECODE}:_join_kernel",
         _types(element),
-        {**shape, "EARLY": early},
+        {**shape, "EARLY": early, "SLOTS": False},
         {**_options(early), "num_warps": join.num_warps},
         **_limits(early),
     )

@@ -79,6 +79,8 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         "SPLIT_K": config.split_k,
         "HAS_BIAS": False,
         "SILU": silu,
+        "SQUASHED": 0,
+        "DIVISOR": 1,
         "EARLY": False,
         "UNDER": False,
     }
@@ -88,14 +90,16 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
             f"gemv {name}{suffix}",
             f"{GEMM}:gemv_kernel",
             signature,
-            {**values, "UNROLL": config.unroll},
+            {**values, "UNROLL": config.unroll, "AHEAD": config.ahead},
             options,
             **limits,
         )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = f"{GEMM}:gemm_kernel"
     if config.kind == "fragments":
-        values = {key: values[key] for key in ("N", "K", "SPLIT_K", "HAS_BIAS", "EARLY", "UNDER")}
+        values = {
+            key: values[key] for key in ("N", "K", "SPLIT_K", "HAS_BIAS", "SQUASHED", "DIVISOR", "EARLY", "UNDER")
+        }
         values |= {
             "WARPS": config.num_warps,
             "UNROLL": config.unroll,
@@ -106,6 +110,7 @@ def _product(name: str, m: int, hopper: bool = False) -> KernelCase:
         signature |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i32")
         kernel = "freetoken.kernels.small_gemm.narrow:narrow_kernel"
     else:
+        values = {key: value for key, value in values.items() if key not in ("SQUASHED", "DIVISOR")}
         values["M"] = m_class(m)
     return KernelCase(f"gemm {name} m={m}{suffix}", kernel, {**signature, "m": "i32"}, values, options, **limits)
 
@@ -131,6 +136,17 @@ CASES = [
         {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
         {"width": FFN, "BLOCK": 1024, "EARLY": False},
         {"num_warps": 4},
+    ),
+    KernelCase(
+        "sigmoid_mul",
+        "freetoken.kernels.silu_mul.triton:sigmoid_mul_kernel",
+        {
+            **dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("x_stride", "gate_stride"), "i32"),
+        },
+        {"width": 6144, "BLOCK": 1024, "EARLY": False},
+        {"num_warps": 4},
+        divisible=("x_stride", "gate_stride"),
     ),
     KernelCase(
         "token_mask",

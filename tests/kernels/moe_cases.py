@@ -7,13 +7,17 @@ from dataclasses import replace
 from compile_tool import KernelCase
 
 from freetoken.kernels.moe_gemm.config import (
+    FragmentConfig,
     RouteConfig,
     TileConfig,
     pick_dense_route,
+    pick_down_fragments,
     pick_down_route,
+    pick_fragments,
     pick_gate_up_route,
     pick_tile,
 )
+from freetoken.kernels.moe_gemm.fragments import DOWN_REGISTERS
 from freetoken.kernels.moe_gemm.triton import FIRST_FP8_CAPABILITY
 from freetoken.kernels.moe_route.triton import SCAN
 
@@ -146,6 +150,55 @@ def _picked(kind: str, element: str, m: int, silu: bool, grouped: bool = True) -
     return _tile(kind, element, config, silu, grouped)
 
 
+FRAGMENTS = "freetoken.kernels.moe_gemm.fragments"
+
+
+def _rows(n: int, k: int, m: int, *, silu: bool, element: str = "bf16", routes: int = 0) -> KernelCase:
+    """``m`` rows and one weight, or ``routes`` of experts."""
+    config = pick_fragments(n, k, max(1, routes), gated=silu)
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "ids_ptr"), "*i32") | {"scale_ptr": "*fp32", "out_ptr": f"*{element}"}
+    values = {"TOP_K": TOP_K if routes else 1, "N": n, "K": k, **_fragment_values(config, element)}
+    values |= {"HALVES": 1 if m <= 8 else 2, "SILU": silu, "ROUTED": routes > 0}
+    return KernelCase(
+        f"fragments {n}x{k} silu={silu} {f'routes={routes}' if routes else f'm={m}'} {element}",
+        f"{FRAGMENTS}:rows_kernel",
+        {**types, "m": "i32"},
+        values,
+        {"num_warps": config.num_warps},
+    )
+
+
+def _fragment_values(config: FragmentConfig, element: str) -> dict[str, object]:
+    values = {"ROWS": 128, "WARPS": config.num_warps, "UNROLL": config.unroll, "BF16": element == "bf16"}
+    return values | {"EARLY": False, "ON_GPU": True}
+
+
+def _fragments_down(element: str, shared: bool) -> KernelCase:
+    config = pick_down_fragments(WIDTH, TOP_K + 1)
+    words, halves = ("hidden_ptr", "ids_ptr", "weight_ptr"), ("shared_ptr", "gate_ptr", "out_ptr")
+    types = {**dict.fromkeys(words, "*i32"), **dict.fromkeys(halves, f"*{element}")}
+    types |= {**dict.fromkeys(("route_weights_ptr", "scale_ptr"), "*fp32"), "gate_stride": "i32"}
+    values = {
+        "TOP_K": TOP_K + 1,
+        "N": HIDDEN,
+        "K": WIDTH,
+        "SHARED": shared,
+        "BEHIND": False,
+        **_fragment_values(config, element),
+    }
+    return KernelCase(
+        f"fragments down shared={shared} {element}",
+        f"{FRAGMENTS}:routes_down_kernel",
+        types,
+        values,
+        {"num_warps": config.num_warps, "maxnreg": DOWN_REGISTERS},
+    )
+
+
+def _behind(case: KernelCase) -> KernelCase:
+    return replace(case, name=f"{case.name} behind", constexprs={**case.constexprs, "BEHIND": True})
+
+
 def _combine(shared: bool) -> KernelCase:
     pointers = dict.fromkeys(("parts_ptr", "shared_ptr", "gate_ptr", "out_ptr"), "*bf16")
     return KernelCase(
@@ -188,10 +241,15 @@ CASES = [
     _picked("plain", "fp32", 128, True),
     _combine(True),
     _early(_down("native", "bf16", pick_down_route(WIDTH, 1))),
+    _rows(WIDTH, HIDDEN, 1, silu=True, routes=11),
+    _rows(16384, HIDDEN, 16, silu=False),
+    _rows(HIDDEN, 6144, 16, silu=False),
+    _fragments_down("bf16", shared=False),
 ]
 """Those with the most registers and shared memory; the rest is left to the command."""
 MORE = [
     _choose("fp32", False),
+    _choose("fp16", False),
     _count(),
     _place(128),
     _gate_up("plain", "bf16", pick_gate_up_route(HIDDEN, 2)),
@@ -203,5 +261,21 @@ MORE = [
     _picked("plain", "fp32", 64, True),
     _combine(False),
     *(_dequantise(kind) for kind in KINDS[1:]),
+    *(_rows(WIDTH, HIDDEN, 1, silu=True, routes=routes, element=e) for routes in (44, 88) for e in ("bf16", "fp16")),
+    *(_rows(WIDTH, HIDDEN, m, silu=True) for m in (1, 16)),
+    *(_rows(13312, HIDDEN, m, silu=False, element=element) for m in (1, 16) for element in ("bf16", "fp16")),
+    _rows(HIDDEN, 6144, 16, silu=False, element="fp16"),
+    *(_rows(6144, HIDDEN, m, silu=silu) for m in (1, 16) for silu in (True, False)),
+    *(_fragments_down(element, shared=True) for element in ("bf16", "fp16")),
+    *(
+        _early(case)
+        for case in (
+            _rows(WIDTH, HIDDEN, 1, silu=True, routes=11),
+            _rows(16384, HIDDEN, 1, silu=False),
+            _rows(HIDDEN, 6144, 16, silu=False),
+            _fragments_down("bf16", shared=False),
+            *(_behind(_fragments_down(e, shared=shared)) for e in ("bf16", "fp16") for shared in (False, True)),
+        )
+    ),
     *(_early(case) for case in (_choose("bf16", True), _picked("native", "bf16", 16, True), _combine(True))),
 ]

@@ -154,7 +154,7 @@ def test_command_says_the_value_and_what_was_measured(monkeypatch: pytest.Monkey
     monkeypatch.setenv(NORM, "check")
     rows = {row[0]: row for row in command.rows(dispatch.table("cpu"), (9, 0))}
     assert rows["rms_norm"][2] == "check" and rows["rms_norm"][5] == "by rule"
-    assert rows["small_gemm"][5] == "10 shapes measured"
+    assert rows["small_gemm"][5] == "17 shapes measured"
     assert {row[0]: row for row in command.rows(dispatch.table("cpu"), (8, 0))}["small_gemm"][
         5
     ] == "not measured, by rule"

@@ -7,11 +7,11 @@ import torch
 from expert_inputs import make_routes, make_weight
 from poison import choice
 
-from freetoken.kernels import checking
+from freetoken.kernels import checking, launch
 from freetoken.kernels.checking import relative_rms
 from freetoken.kernels.fp8_gemm import Fp8Gemm
 from freetoken.kernels.fp8_gemm import reference as fp8_reference
-from freetoken.kernels.moe_gemm import MoeGemm, config, reference, triton
+from freetoken.kernels.moe_gemm import MoeGemm, config, fragments, reference, triton
 from freetoken.kernels.moe_route import MoeRoute
 from freetoken.kernels.moe_route import reference as route_reference
 from freetoken.kernels.silu_mul import SiluMul
@@ -86,6 +86,99 @@ def test_dense_fp8(rows: int) -> None:
     weight, x = make_weight("fp8", 4096, HIDDEN), random(rows, HIDDEN)
     assert relative_rms(op.linear(x, weight), fp8_reference.linear(x, weight)) < BOUND
     assert relative_rms(op.linear_silu_mul(x, weight), fp8_reference.linear_silu_mul(x, weight)) < BOUND
+
+
+DENSE = [(16384, HIDDEN), (13312, HIDDEN), (HIDDEN, 6144), (6144, HIDDEN)]
+
+
+@pytest.mark.parametrize(("n", "k"), DENSE)
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fragments_of_dense_weights(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    weight, x = make_weight("fp8", n, k, parts=(n // 2,)), random(rows, k).to(dtype)
+    op = Fp8Gemm(choice("fp8_gemm", "triton"), SiluMul(choice("silu_mul", "triton")))
+    assert fragments.fits(x, weight) and fragments.fits(x, weight, silu=True)
+    limit = checking.RELATIVE_RMS[dtype]
+    assert relative_rms(op.linear(x, weight), fp8_reference.linear(x, weight)) <= limit
+    assert relative_rms(op.linear_silu_mul(x, weight), fp8_reference.linear_silu_mul(x, weight)) <= limit
+
+
+@pytest.mark.parametrize("routes", ["even", "one", "holes"])
+@pytest.mark.parametrize("tokens", [1, 4, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fragments_of_routes(tokens: int, routes: str, dtype: torch.dtype) -> None:
+    gate_up, down = make_layer("fp8")
+    ids, weights = make_routes(routes, tokens, TOP_K, EXPERTS)
+    x, shared = random(tokens, HIDDEN).to(dtype), (random(tokens, HIDDEN).to(dtype), random(tokens).to(dtype))
+    first = config.pick_fragments(WIDTH, HIDDEN, ids.numel(), gated=True)
+    hidden = fragments.rows(x, ids, gate_up, first, silu=True)
+    out = fragments.routes_down(hidden, (ids, weights), down, shared, config.pick_down_fragments(WIDTH, TOP_K))
+    wanted = reference.experts(x, ids, weights, gate_up, down, shared)
+    assert relative_rms(out, wanted) <= checking.RELATIVE_RMS[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_replayed_fragments_are_eager_ones(rows: int) -> None:
+    """A chain of products launched early: each waits for what it reads, and none writes what another still reads."""
+    op = Fp8Gemm(choice("fp8_gemm", "triton"), SiluMul(choice("silu_mul", "triton")))
+    gate_up, down, x = (
+        make_weight("fp8", 6144, HIDDEN, parts=(3072,)),
+        make_weight("fp8", HIDDEN, 3072),
+        random(rows, HIDDEN),
+    )
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(4):
+            y = op.linear(op.linear_silu_mul(y, gate_up), down)
+            y = (y / y.float().square().mean().sqrt()).bfloat16()
+        return op.linear(op.linear_silu_mul(op.linear(op.linear_silu_mul(y, gate_up), down), gate_up), down)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(3):
+        x.copy_(random(rows, HIDDEN))
+        graph.replay()
+        assert torch.equal(out, chain()) and out.float().std() > 0
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 512])
+def test_layers_launched_early_are_those_that_are_not(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choice and both products of layer after layer, each token with experts of its own: weights asked for too early would be others'."""
+    tokens = experts // (4 * TOP_K)
+    gate_up = make_weight("fp8", experts, 2 * WIDTH, HIDDEN, parts=(WIDTH,))
+    down, x = make_weight("fp8", experts, HIDDEN, WIDTH), random(tokens, HIDDEN)
+    op, route = make_op(), MoeRoute(choice("moe_route", "triton"))
+
+    def layers() -> torch.Tensor:
+        y = x
+        for _ in range(6):
+            ids, weights = route(y[:, :experts], experts, TOP_K, True)
+            y = op(y, ids, weights * 8, gate_up, down)
+        return y
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "EARLY_LAUNCH", False)
+        layers()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers()
+    for _ in range(5):
+        x.copy_(random(tokens, HIDDEN))
+        graph.replay()
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "EARLY_LAUNCH", False)
+            plain = layers()
+        assert torch.equal(out, plain) and torch.equal(layers(), plain) and out.float().std() > 0
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])

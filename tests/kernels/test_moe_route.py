@@ -49,7 +49,7 @@ def test_choice(tokens: int, experts: int, top_k: int, renormalise: bool, monkey
     wide = (torch.randn(tokens, experts + 3, device=DEVICE) * 4).round() / 2
     wide[:, experts:] = 99.0
     poison_integers(monkeypatch)
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         logits = wide.to(dtype)
         ids, weights = triton.choose_experts(logits, experts, top_k, renormalise)
         wanted, expected = reference.choose_experts(logits, experts, top_k, renormalise)
@@ -60,6 +60,21 @@ def test_choice(tokens: int, experts: int, top_k: int, renormalise: bool, monkey
         by_hand, parts = scalar_choice(row[:experts], top_k, renormalise)
         assert chosen == by_hand
         assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(given, parts, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_choice_among_any_bits(dtype: torch.dtype) -> None:
+    """Both zeros, subnormals, infinities and NaN among them."""
+    size = torch.int16 if dtype.itemsize == 2 else torch.int32
+    limits = torch.iinfo(size)
+    bits = torch.randint(limits.min, limits.max, (6, 130), dtype=size)
+    bits[1, :128] = bits[1, :2].repeat(64)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan]).to(dtype).view(size)
+    bits[2:4] = special[torch.randint(5, (2, 130))]
+    bits[4] = special[torch.randint(2, (130,))]
+    logits = bits.view(dtype).to(DEVICE)
+    ids, _ = triton.choose_experts(logits, 130, 9, True)
+    assert torch.equal(ids, reference.choose_experts(logits, 130, 9, True)[0])
 
 
 @pytest.mark.parametrize("top_k", [1, 4])

@@ -17,6 +17,7 @@ from freetoken.kernels.small_gemm import (
     GemmConfig,
     SmallGemm,
     candidates,
+    configs,
     host,
     max_tokens,
     pick_config,
@@ -31,6 +32,8 @@ GEMV = [
     GemmConfig(1, 128, 2, unroll=4),
     GemmConfig(8, 32, 1, split_k=3),
     GemmConfig(4, 16, 1, unroll=2, split_k=2),
+    GemmConfig(2, 32, 1, ahead=2),
+    GemmConfig(4, 16, 1, split_k=2, ahead=3),
 ]
 GEMM = [
     GemmConfig(16, 32, 4, num_stages=3),
@@ -45,9 +48,9 @@ FRAGMENTS = [
 ]
 
 
-def scratch_for(config: GemmConfig, n: int, halves: int) -> triton.Scratch:
+def scratch_for(config: GemmConfig, n: int, halves: int, rows: int = 32) -> triton.Scratch:
     scratch = triton.Scratch()
-    scratch.reserve(n, config, 32, halves, DEVICE)
+    scratch.reserve(n, config, rows, halves, DEVICE)
     if scratch.parts is not None:
         scratch.parts.fill_(float("nan"))
     return scratch
@@ -95,11 +98,13 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 160), (50, 224), (1, 32)])
-@pytest.mark.parametrize(("m", "config"), [*zip((2, 17, 32), FRAGMENTS, strict=True), (9, FRAGMENTS[1])], ids=str)
+@pytest.mark.parametrize(
+    ("m", "config"), [*zip((2, 17, 32), FRAGMENTS, strict=True), (9, FRAGMENTS[1]), (1, FRAGMENTS[2])], ids=str
+)
 def test_fragments_equal_reference(m: int, config: GemmConfig, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     offset = torch.randn(n, device=DEVICE) if n % 2 else None
-    scratch = scratch_for(config, n, 1)
+    scratch = scratch_for(config, n, 1, m)
     for dtype, wide, under in ((torch.float16, torch.float32, True), (torch.bfloat16, None, False)):
         inputs = [x.to(dtype), weight.to(dtype), None if offset is None else offset.to(dtype)]
         with poisoned_outputs(monkeypatch):
@@ -110,6 +115,68 @@ def test_fragments_equal_reference(m: int, config: GemmConfig, n: int, k: int, m
         error = (actual.double() - exact).square().mean().sqrt()
         assert error <= checking.RELATIVE_RMS[dtype] * typical_size(*inputs, False)
         assert scratch.arrivals is None or not scratch.arrivals.any()
+
+
+SQUASHING = [(1, GEMV[3]), (1, GEMV[5]), (1, FRAGMENTS[1]), (5, FRAGMENTS[0]), (19, FRAGMENTS[2])]
+
+
+@pytest.mark.parametrize(("n", "squashed"), [(20, 16), (33, 7), (5, 5)])
+@pytest.mark.parametrize(("m", "config"), SQUASHING, ids=str)
+def test_squashed_columns(m: int, config: GemmConfig, n: int, squashed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first columns through ``silu(y / 3)``, the others as they are, with the roundings of the separate ops."""
+    x, weight = torch.randn(m, 160, device=DEVICE).half(), (torch.randn(n, 160, device=DEVICE) / 4).half()
+    scratch = scratch_for(config, n, 1, m)
+    with poisoned_outputs(monkeypatch):
+        actual = triton.linear(x, weight, config=config, scratch=scratch, squash=(squashed, 3))
+    expected = reference.linear_squashed(x, weight, squashed, 3)
+    size = torch.maximum(typical_size(x, weight, None, False), expected.double().square().mean().sqrt())
+    error = (actual.double() - expected.double()).square().mean().sqrt()
+    assert actual.shape == (m, n) and error <= checking.RELATIVE_RMS[torch.float16] * size
+
+
+def test_squash_of_the_reference_is_the_scalar_rule() -> None:
+    x, weight = torch.randn(2, 6), torch.randn(4, 6)
+    plain, squashed = reference.linear(x, weight).tolist(), reference.linear_squashed(x, weight, 3, 4).tolist()
+    for before, after in zip(plain, squashed, strict=True):
+        wanted = [y / 4 / (1 + math.exp(-y / 4)) for y in before[:3]] + before[3:]
+        assert after == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(40, torch.float16), (160, torch.float16), (40, torch.float32)])
+def test_which_products_squash(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row always, more where fragments take them; whatever cannot be one kernel gives the same."""
+    gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    weight = (torch.randn(n, 64, device=DEVICE) / 8).to(dtype)
+    gemm.reserve(weight, silu=False)
+    for m in (0, 1, 2, 16, 32, 33):
+        x = torch.randn(m, 64, device=DEVICE).to(dtype)
+        assert gemm.squashes(x, weight) == (m == 1 or (n == 40 and dtype == torch.float16 and 1 < m <= 32))
+        with poisoned_outputs(monkeypatch):
+            actual = gemm.linear_squashed(x, weight, 32, 4)
+        assert actual.shape == (m, n) and actual.dtype == dtype
+        assert relative_rms(actual, reference.linear_squashed(x, weight, 32, 4)) <= checking.RELATIVE_RMS[dtype]
+    plain = SmallGemm(choice("small_gemm", "reference"), SiluMul(choice("silu_mul", "reference")))
+    assert not plain.squashes(weight[:1], weight)
+    assert torch.equal(plain.linear_squashed(x, weight, 32, 4), reference.linear_squashed(x, weight, 32, 4))
+
+
+def test_measured_fragments_are_not_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {(24, 64, 1): FRAGMENTS[1]}
+    monkeypatch.setitem(configs.CONFIGS, configs.HOPPER, one)
+    monkeypatch.setattr(early_launch, "capability", lambda _: configs.HOPPER)
+    gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    weight = torch.randn(24, 64, device=DEVICE)
+    for dtype in (torch.float32, torch.float16):
+        gemm.reserve(weight.to(dtype), silu=False)
+        x = torch.randn(1, 64, device=DEVICE).to(dtype)
+        actual = gemm.linear(x, weight.to(dtype))
+        assert relative_rms(actual, reference.linear(x, weight.to(dtype))) <= checking.RELATIVE_RMS[dtype]
+
+
+def test_tiles_do_not_squash() -> None:
+    x = torch.ones(2, 16, device=DEVICE).half()
+    with pytest.raises(ValueError, match="cannot squash"):
+        triton.linear(x, x, config=GEMM[0], squash=(1, 2))
 
 
 def test_fragments_refuse_what_they_cannot_read() -> None:
@@ -186,9 +253,11 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(gemm.linear(x, weight), x @ weight.t())
     assert gemm.linear(x, weight, None, torch.float32).dtype == torch.float32
     gemm.linear_silu_mul(x, weight)
+    gemm.linear_squashed(x, weight, 3, 2)
     monkeypatch.setattr(triton, "linear", lambda x, weight, *_, **__: x @ weight.t() + 0.1)
-    with pytest.raises(KernelCheckError, match="small_gemm: the output differs"):
-        gemm.linear(x, weight)
+    for call in (lambda: gemm.linear(x, weight), lambda: gemm.linear_squashed(x, weight, 3, 2)):
+        with pytest.raises(KernelCheckError, match="small_gemm: the output differs"):
+            call()
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -43,7 +43,12 @@ def silu_mul(device: str, sizes: Sizes) -> list[Case]:
         def call(op: Any, x: Any = x) -> Callable[[], Tensors]:
             return lambda: (op(x),)
 
-        cases.append(Case({"tokens": tokens}, call(fused), call(reference), 1.5 * x.numel() * x.element_size()))
+        def gated(op: Any, x: Any = x) -> Callable[[], Tensors]:
+            return lambda: (op.sigmoid_mul(x[:, : sizes.ffn], x[:, sizes.ffn :]),)
+
+        moved, shape = 1.5 * x.numel() * x.element_size(), {"tokens": tokens}
+        cases.append(Case(shape, call(fused), call(reference), moved))
+        cases.append(Case({**shape, "sigmoid": 1}, gated(fused), gated(reference), moved))
     return cases
 
 
@@ -105,7 +110,7 @@ def small_gemm(device: str, sizes: Sizes) -> list[Case]:
             moved = (n * k + tokens * (n + k)) * weight.element_size()
             shape = {"tokens": tokens, "n": n, "k": k}
             cases.append(Case(shape, call("triton"), call("reference"), moved, 2.0 * tokens * n * k))
-    return cases
+    return [*cases, *qwen4_exp_rows.squashed_cases(device, sizes)]
 
 
 def sample(device: str, sizes: Sizes) -> list[Case]:
@@ -188,7 +193,7 @@ OPS: dict[str, Callable[[str, Sizes], list[Case]]] = {
     "ple_hash": ple_rows.hash_cases,
     "ple_gather": ple_rows.gather_cases,
     "ple_mix": ple_rows.mix_cases,
-    "hyper_mix": qwen4_exp_rows.hyper_cases,
+    "hyper_mix": lambda *how: [*qwen4_exp_rows.hyper_cases(*how), *qwen4_exp_rows.gated_cases(*how)],
     "qsa": qwen4_exp_rows.qsa_cases,
     "qsa_pieces": qwen4_exp_rows.qsa_piece_cases,
     "pq2_gemv": pq2_rows.product_cases,

@@ -48,6 +48,54 @@ def hyper_cases(device: str, sizes: Sizes) -> list[Case]:
     return cases
 
 
+def _halves(sizes: Sizes) -> torch.dtype:
+    """A type of 16 bits: these kernels have no other."""
+    return torch.float16 if sizes.dtype == torch.float32 else sizes.dtype
+
+
+def squashed_cases(device: str, sizes: Sizes) -> list[Case]:
+    """The product that hyper-connections begin with: low-rank gates, squashed, and the logits of the write-back."""
+    from freetoken.kernels.silu_mul import SiluMul
+    from freetoken.kernels.small_gemm import SmallGemm
+
+    n, k, dtype = RANK + 16, STREAMS * (-(-sizes.moe_hidden // 16) * 16), _halves(sizes)
+    weight = (torch.randn(n, k, device=device) * k**-0.5).to(dtype)
+    cases = []
+    for tokens in (tokens for tokens in sizes.moe_tokens if tokens <= 16):
+        x = torch.randn(tokens, k, device=device).to(dtype)
+
+        def call(impl: str, x: Any = x) -> Callable[[], Tensors]:
+            op = SmallGemm(Choice("small_gemm", "", impl, "benchmark"), SiluMul(Choice("silu_mul", "", impl, "")))
+            op.reserve(weight, silu=False)
+            return lambda: (op.linear_squashed(x, weight, RANK, STREAMS),)
+
+        moved = float((n * k + tokens * (n + k)) * weight.element_size())
+        shape = {"tokens": tokens, "n": n, "k": k, "rank": RANK}
+        cases.append(Case(shape, call("triton"), call("reference"), moved, 2.0 * tokens * n * k, model=MODEL))
+    return cases
+
+
+def gated_cases(device: str, sizes: Sizes) -> list[Case]:
+    """The product that makes the gates of the mix, and the mix."""
+    from freetoken.kernels.hyper_mix import HyperMix
+
+    ops = [HyperMix(Choice("hyper_mix", "", impl, "benchmark")) for impl in ("triton", "reference")]
+    width, dtype = STREAMS * (-(-sizes.moe_hidden // 16) * 16), _halves(sizes)
+    weight = (torch.randn(width, RANK, device=device) * RANK**-0.5).to(dtype)
+    cases = []
+    for tokens in (tokens for tokens in sizes.moe_tokens if tokens <= 16):
+        normed = torch.randn(tokens, width, device=device).to(dtype)
+        low = torch.randn(tokens, RANK + 16, device=device).to(dtype)[:, :RANK]
+
+        def call(op: HyperMix, normed: Any = normed, low: Any = low) -> Callable[[], Tensors]:
+            return lambda: (op.gated_mix(normed, low, weight, STREAMS),)
+
+        moved = float(weight.element_size() * (weight.numel() + 2 * normed.numel()))
+        shape = {"tokens": tokens, "rank": RANK}
+        cases.append(Case(shape, call(ops[0]), call(ops[1]), moved, 2.0 * tokens * weight.numel(), model=MODEL))
+    return cases
+
+
 def qsa_cases(device: str, sizes: Sizes) -> list[Case]:
     """Scores, selection and attention of decodes deep in their texts; outputs are compared over the kernels' own selection."""
     from freetoken.kernels.qsa import Pools, reference, triton

@@ -146,10 +146,10 @@ ROWS: dict[str, Row] = {
     "rope_kv": Row(
         "freetoken.kernels.rope_kv:RopeKv", {"__call__": ("k_pool", "v_pool")}, _rope, _rope_step, like="rope"
     ),
-    "silu_mul": Row("freetoken.kernels.silu_mul:SiluMul", {"__call__": ()}, more=("sgl_kernel",)),
+    "silu_mul": Row("freetoken.kernels.silu_mul:SiluMul", {"__call__": (), "sigmoid_mul": ()}, more=("sgl_kernel",)),
     "small_gemm": Row(
         "freetoken.kernels.small_gemm:SmallGemm",
-        {"linear": (), "linear_silu_mul": ()},
+        {"linear": (), "linear_squashed": (), "linear_silu_mul": ()},
         _with_silu,
         _reserve_product,
         more=("host",),
@@ -189,7 +189,7 @@ ROWS: dict[str, Row] = {
     "ple_mix": Row("freetoken.kernels.ple_mix:PleMix", {"gate": (), "decode": ("residual", "history")}),
     "hyper_mix": Row(
         "freetoken.kernels.hyper_mix:HyperMix",
-        {"add": ("residual",), "norm": ("residual",), "squash": (), "mix": ()},
+        {"add": ("residual",), "norm": ("residual",), "squash": (), "mix": (), "gated_mix": ()},
     ),
     "qsa": Row("freetoken.kernels.qsa:Qsa", {"attend_decodes": ()}, _qsa, like="qsa"),
     # No row of the table of ops: its implementations are the backends of --attention-backend.

@@ -244,6 +244,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str, kv_layer: int) -> None:
         super().__init__(config, ops, place, name, kv_layer)
+        self._gate = ops.silu_mul
         self.gate_width = config.q_size // place.tp_size
 
     def make_projection(
@@ -260,4 +261,4 @@ class GatedAttention(Attention):
         heads = self.attend(projected[:, : -self.gate_width], step)
         gate = projected[:, -self.gate_width :]
         feed = self.o.feed
-        return self.o(heads.mul_(gate.sigmoid()) if feed is None else feed.sigmoid_mul(heads, gate))
+        return self.o(self._gate.sigmoid_mul(heads, gate) if feed is None else feed.sigmoid_mul(heads, gate))

@@ -31,7 +31,7 @@ class HyperConnection:
         assert hyper is not None
         if place.tp_size != 1:
             raise StartupError(f"{name}: hyper-connections are not split over tensor-parallel ranks")
-        self._op = op
+        self._op, self._gemm = op, gemm
         self._eps = config.rms_norm_eps
         self._streams, self._rank = hyper.streams, hyper.rank
         self._injects = injects
@@ -61,6 +61,12 @@ class HyperConnection:
     def read(self, residual: torch.Tensor, pending: Pending | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``(x [T, H], inject [T, S])`` of the streams, to which ``pending`` is added in place; ``inject`` goes with the block's output."""
         normed = self._op.norm(residual, pending, self.norm, self._eps)
+        down, up = self.down.weight, self.up.weight
+        plain = isinstance(down, torch.Tensor) and isinstance(up, torch.Tensor)
+        if plain and self._gemm.squashes(normed, down) and self._op.gates(normed, up, self._streams):
+            low = self._gemm.linear_squashed(normed, down, self._rank, self._streams)
+            mixed = self._op.gated_mix(normed, low[:, : self._rank], up, self._streams)
+            return mixed, low[:, self._rank : self._rank + self._streams]
         low = self.down(normed)
         gate = self.up(self._op.squash(low[:, : self._rank], self._streams))
         return self._op.mix(normed, gate, self._streams), low[:, self._rank : self._rank + self._streams]

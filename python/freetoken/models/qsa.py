@@ -131,7 +131,7 @@ class IndexedAttention(GatedAttention):
         index_q = self.indexer.forward(x, step)
         qkv, gate = projected[:, : -self.gate_width], projected[:, -self.gate_width :]
         heads = self._attend_chosen(qkv, index_q, step) if step.index.sparse else self.attend(qkv, step)
-        return self.o(heads.mul_(gate.sigmoid()))
+        return self.o(self._gate.sigmoid_mul(heads, gate))
 
     def _attend_chosen(self, qkv: torch.Tensor, index_q: torch.Tensor, step: Pass) -> torch.Tensor:
         q = self.rotate(qkv, step)

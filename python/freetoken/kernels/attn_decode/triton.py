@@ -90,11 +90,14 @@ def _split_kernel(
     SLOTS: tl.constexpr,
 ):
     """Grid ``(KV_HEADS, B, splits)``: parts that a sequence does not have come after those in use."""
-    # With SLOTS the table holds the flat slot of every token in place of the page of every PAGE tokens.
+    # With SLOTS row b of the table holds the flat slot of every token in place of the page of every PAGE tokens, and comes from the kernel
+    # right before, as the lengths do.
     STEP: tl.constexpr = 1 if SLOTS else PAGE
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        if SLOTS:
+            tl.extra.cuda.gdc_wait()
     kv_head, b, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
@@ -107,7 +110,7 @@ def _split_kernel(
     heads = kv_head * GROUP + offs_g
     head_mask = (offs_g < GROUP)[:, None] & (offs_d < D)[None, :]
     q_rows = b.to(tl.int64) * (tl.cast(q_stride, tl.int64) * 8)
-    table = table_ptr + tl.load(rows_ptr + b) * table_stride
+    table = table_ptr + (b.to(tl.int64) if SLOTS else tl.load(rows_ptr + b)) * table_stride
 
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -121,7 +124,7 @@ def _split_kernel(
         after, chunks = _chunks(k_ptr, v_ptr, table, start, end, kv_head, KV_HEADS, PAGE, D, 4 * BLOCK_N, SHARE_STEP)
         first = (after < 2 * BLOCK_N) | (seq_len <= 4 * BLOCK_N)
         _ask(tl.where(first, chunks, 0), CHUNK_BYTES)
-    if EARLY:
+    if EARLY and not SLOTS:
         # Lengths and page numbers were there before the step began; q and this step's K and V were not.
         tl.extra.cuda.gdc_wait()
     if AHEAD > 2:
@@ -176,11 +179,14 @@ def _join_kernel(
     WIDTH: tl.constexpr,
     SHARE_STEP: tl.constexpr,
     EARLY: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Grid ``(HEADS * ceil(D / WIDTH), B)``: a slice of one head's output, from all its partial results at once."""
     SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        if SLOTS:
+            tl.extra.cuda.gdc_wait()
     head, column, b = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES * WIDTH, tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + b)
     share = _share_of(seq_len, whole, min_share, splits, SHARE_STEP)
@@ -190,11 +196,11 @@ def _join_kernel(
     # Past the last part it is read again, for a weight of 0: reads without a condition of their own leave all at once.
     part = tl.minimum(offs_s, used - 1)
     if share >= seq_len:
-        if EARLY:
+        if EARLY and not SLOTS:
             # Also with nothing to join: the kernel after this one takes our end for the end of the parts.
             tl.extra.cuda.gdc_wait()
         return
-    if EARLY:
+    if EARLY and not SLOTS:
         tl.extra.cuda.gdc_wait()
     slots = row * splits + part
     values = tl.load(partial_ptr + slots[:, None] * D + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
@@ -214,7 +220,7 @@ def attn_decode_triton(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
     scale: float,
@@ -226,7 +232,8 @@ def attn_decode_triton(
     """Write the attention of ``q [B, heads, head_dim]`` into ``out`` (same shape, contiguous).
 
     Arguments as for ``attn_decode_reference``; ``q`` may have any row stride that is a multiple of 8 elements.
-    With ``slots`` the page table holds flat slots, one a token, which a kernel just before may have written.
+    With ``slots`` the page table holds flat slots, one a token, in a row for every query (no ``rows``); a kernel right before may have
+    written them and ``seq_lens``.
     ``workspace`` is float32 of at least :func:`workspace_size` elements and serves one call at a time. Launches one kernel, or two when
     ``config.splits > 1``; both depend on host facts only, so they can be captured.
     """
@@ -243,7 +250,7 @@ def attn_decode_triton(
         k_cache,
         v_cache,
         page_table,
-        rows,
+        seq_lens if rows is None else rows,
         seq_lens,
         out,
         partial,
@@ -265,8 +272,7 @@ def attn_decode_triton(
         EARLY=early,
         AHEAD=config.ahead if early and not slots and page_size % SHARE_STEP == 0 else 0,
         SLOTS=slots,
-        # Slots that the kernel before writes are read at once; the join may start early all the same.
-        launch_pdl=early and not slots,
+        launch_pdl=early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -287,6 +293,7 @@ def attn_decode_triton(
             WIDTH=join.width,
             SHARE_STEP=SHARE_STEP,
             EARLY=early,
+            SLOTS=slots,
             launch_pdl=early,
             num_warps=join.num_warps,
             enable_fp_fusion=True,

@@ -10,19 +10,22 @@ from freetoken.kernels import checking
 from freetoken.kernels.block_fp8 import Fp8Weight
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.fp8_gemm import reference
-from freetoken.kernels.moe_gemm.config import block_m, pick_dense_route, pick_gate_up_route, pick_tile
+from freetoken.kernels.moe_gemm.config import block_m, pick_dense_route, pick_fragments, pick_gate_up_route, pick_tile
 from freetoken.kernels.silu_mul import SiluMul
 
 __all__ = ["MAX_TOKENS", "Fp8Gemm"]
 
 MAX_TOKENS = 128
 """Rows of x up to which weights are read as they are; for more, dequantising one weight and torch's matmul cost less."""
+FRAGMENT_TOKENS = 16
+"""Rows of x up to which a thread loads its operands as the fragments it multiplies."""
 
 
 class Fp8Gemm:
     """The op with its implementation bound once, shared by all FP8 layers of a model. Inputs must be contiguous.
 
-    One row goes through a matrix-vector kernel, up to :data:`MAX_TOKENS` through tensor-core tiles.
+    Up to :data:`FRAGMENT_TOKENS` rows go through fragments where they can (else one row through a matrix-vector kernel), up to
+    :data:`MAX_TOKENS` through tensor-core tiles.
     """
 
     def __init__(self, choice: Choice, silu_mul: SiluMul) -> None:
@@ -31,12 +34,14 @@ class Fp8Gemm:
         self._checked = choice.impl == "check"
         self._fused = choice.impl != "reference"
         self._experts: Any = None
+        self._fragments: Any = None
         self._dequantise: Any = None
         if self._fused:
             from freetoken.kernels.fp8_gemm import triton
+            from freetoken.kernels.moe_gemm import fragments
             from freetoken.kernels.moe_gemm import triton as experts
 
-            self._experts, self._dequantise = experts, triton.dequantise
+            self._experts, self._fragments, self._dequantise = experts, fragments, triton.dequantise
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, N]``, as :func:`reference.linear`."""
@@ -54,6 +59,9 @@ class Fp8Gemm:
             return reference.linear_silu_mul(x, weight, bias)
         if rows > MAX_TOKENS or bias is not None:
             y = self._silu_mul(self._product(x, weight, bias))
+        elif rows <= FRAGMENT_TOKENS and self._fragments.fits(x, weight, silu=True):
+            config = pick_fragments(weight.shape[0] // 2, x.shape[1], gated=True)
+            y = self._fragments.rows(x, None, weight, config, silu=True)
         elif rows == 1:
             y = self._experts.gate_up_routes(x, None, weight, pick_gate_up_route(x.shape[1], 1))
         else:
@@ -68,7 +76,9 @@ class Fp8Gemm:
         rows = x.shape[0]
         if rows > MAX_TOKENS:
             return torch.nn.functional.linear(x, self._dequantise(weight, x.dtype), bias)
-        if rows == 1:
+        if rows <= FRAGMENT_TOKENS and self._fragments.fits(x, weight):
+            y = self._fragments.rows(x, None, weight, pick_fragments(*weight.shape), silu=False)
+        elif rows == 1:
             y = self._experts.down_routes(x, None, weight, None, pick_dense_route(*weight.shape))
         else:
             n = weight.shape[0]

@@ -73,3 +73,18 @@ class HyperMix:
             checking.refuse_capture("hyper_mix", self.choice.flag)
             checking.require_close("hyper_mix", "the input", out, reference.mix(normed, gate, streams))
         return out
+
+    def gates(self, normed: torch.Tensor, weight: torch.Tensor, streams: int) -> bool:
+        """Whether :meth:`gated_mix` is one kernel for these."""
+        return self._fused and bool(self._triton.gates(normed, weight, streams))
+
+    def gated_mix(self, normed: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, streams: int) -> torch.Tensor:
+        """See :func:`reference.gated_mix`; rows of ``low`` begin at multiples of 16 bytes."""
+        if not self.gates(normed, weight, streams):
+            return reference.gated_mix(normed, low, weight, streams)
+        out = self._triton.gated_mix(normed, low, weight, streams)
+        if self._checked:
+            checking.refuse_capture("hyper_mix", self.choice.flag)
+            expected = reference.gated_mix(normed, low, weight, streams)
+            checking.require_close("hyper_mix", "the input", out, expected)
+        return out

@@ -34,3 +34,8 @@ def mix(normed: torch.Tensor, gate: torch.Tensor, streams: int) -> torch.Tensor:
     """``[T, H]``: the mean over the streams of ``sigmoid(gate) * normed``, both ``[T, S * H]``."""
     weighted = torch.sigmoid(gate.float()) * normed.float()
     return weighted.unflatten(1, (streams, -1)).mean(1).to(normed.dtype)
+
+
+def gated_mix(normed: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, streams: int) -> torch.Tensor:
+    """:func:`mix` by the gates ``low [T, rank] @ weight [S * H, rank]^T``."""
+    return mix(normed, torch.nn.functional.linear(low, weight), streams)

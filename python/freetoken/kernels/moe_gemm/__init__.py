@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from freetoken.kernels import checking
-from freetoken.kernels.block_fp8 import Weight
+from freetoken.kernels.block_fp8 import Fp8Weight, Weight
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.moe_gemm import reference
 from freetoken.kernels.moe_gemm.config import (
     SLICE_TOKENS,
     block_m,
+    pick_down_fragments,
     pick_down_route,
+    pick_fragments,
     pick_gate_up_route,
     pick_tile,
     route_by_route,
@@ -37,9 +39,9 @@ class MoeGemm:
         self._checked = choice.impl == "check"
         self._triton: Any = None
         if choice.impl != "reference":
-            from freetoken.kernels.moe_gemm import triton
+            from freetoken.kernels.moe_gemm import fragments, triton
 
-            self._triton = triton
+            self._triton, self._fragments = triton, fragments
 
     def __call__(
         self,
@@ -74,9 +76,17 @@ class MoeGemm:
         down: Weight,
         shared: Shared | None,
     ) -> torch.Tensor:
+        if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight) and self._fragmentary(x, gate_up, down):
+            config = pick_fragments(gate_up.shape[1] // 2, x.shape[1], ids.numel(), gated=True)
+            hidden = self._fragments.rows(x, ids, gate_up, config, silu=True)
+            config = pick_down_fragments(hidden.shape[1], ids.shape[1])
+            return self._fragments.routes_down(hidden, (ids, weights), down, shared, config, behind=True)
         size = _element_size(gate_up)
         hidden = self._triton.gate_up_routes(x, ids, gate_up, pick_gate_up_route(x.shape[1], size))
         return self._triton.down_routes(hidden, (ids, weights), down, shared, pick_down_route(hidden.shape[1], size))
+
+    def _fragmentary(self, x: torch.Tensor, gate_up: Weight, down: Weight) -> bool:
+        return bool(self._fragments.fits(x, gate_up, silu=True) and self._fragments.fits(x, down))
 
     def _grouped(
         self,

@@ -34,6 +34,15 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class FragmentConfig:
+    """A launch of :mod:`freetoken.kernels.moe_gemm.fragments`: 16 weight rows a program, ``unroll`` chunks of columns of each of its
+    warps on their way at a time."""
+
+    num_warps: int
+    unroll: int
+
+
 def route_by_route(tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether each route should read its expert's weights by itself.
 
@@ -64,6 +73,28 @@ def pick_dense_route(n: int, k: int) -> RouteConfig:
     block_k = min(power_of_two_at_least(k), 1024)
     block_n = 4 if n >= 4096 else 2
     return RouteConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)), unroll=2)
+
+
+def pick_fragments(n: int, k: int, routes: int = 1, *, gated: bool = False) -> FragmentConfig:
+    """Settings for few rows, or a row to each of several routes, and weights ``[n, k]`` (``gated``: as many rows of gate and of up).
+
+    The fewer programs there are, the more warps share the columns of one. Measured on an H200 with the weights of qwen4_exp.
+    """
+    programs, chunks = n // 16 * routes, max(1, k // 64)
+    warps = min(16 if programs < 256 else 8 if programs < 512 else 4, power_of_two_at_least(chunks))
+    return FragmentConfig(warps, even_share(-(-chunks // warps), 1 if gated and warps >= 8 else 2))
+
+
+def pick_down_fragments(k: int, top_k: int) -> FragmentConfig:
+    """Settings for down, whose programs go through all routes of a token."""
+    pieces = max(1, k // 64 * top_k)
+    warps = min(8, power_of_two_at_least(pieces))
+    return FragmentConfig(warps, even_share(-(-pieces // warps), 7))
+
+
+def even_share(steps: int, most: int) -> int:
+    """Of ``steps`` the part, at most ``most``, that makes the fewest rounds and leaves the least over."""
+    return -(-steps // -(-steps // most))
 
 
 def block_m(routes: int, num_experts: int) -> int:

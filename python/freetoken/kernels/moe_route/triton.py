@@ -28,7 +28,7 @@ def choose_kernel(
     EARLY: tl.constexpr,
 ):
     """Grid ``(T,)``. Logits become integers of the same order, below them the expert counted from the end, so that each maximum
-    is one expert and the lower of equals wins."""
+    is one expert and the lower of equals wins. Logits of 16 bits, and expert, fit a word of four bytes."""
     ROUTES: tl.constexpr = TOP_K + 1 if SHARED else TOP_K
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
@@ -40,26 +40,37 @@ def choose_kernel(
     logit = tl.where(logit == logit, logit, float("-inf"))
     logit = tl.where(logit == 0.0, 0.0, logit)
     highest = tl.max(logit, 0)
-    bits = logit.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    LOWEST: tl.constexpr = -(2**63)
-    key = (ordered.to(tl.int64) << 32) | (BLOCK_E - 1 - expert).to(tl.int64)
+    STORED: tl.constexpr = logits_ptr.dtype.element_ty
+    SHORT: tl.constexpr = STORED.primitive_bitwidth == 16 and BLOCK_E <= 65536
+    WORD: tl.constexpr = tl.int32 if SHORT else tl.int64
+    HALF: tl.constexpr = 16 if SHORT else 32
+    LOWEST: tl.constexpr = -(2 ** (2 * HALF - 1))
+    if SHORT:
+        bits = logit.to(STORED).to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = logit.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & (2 ** (HALF - 1) - 1))
+    key = (ordered.to(WORD) << HALF) | (BLOCK_E - 1 - expert).to(WORD)
     key = tl.where(expert < EXPERTS, key, LOWEST)
     place = tl.arange(0, BLOCK_K)
-    chosen = tl.full((BLOCK_K,), LOWEST, tl.int64)
+    chosen = tl.full((BLOCK_K,), LOWEST, WORD)
     for index in tl.range(TOP_K):
         best = tl.max(key, 0)
         chosen = tl.where(place == index, best, chosen)
         key = tl.where(key == best, LOWEST, key)
     kept = place < TOP_K
-    ordered = (chosen >> 32).to(tl.int32)
-    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    ordered = (chosen >> HALF).to(tl.int32)
+    ordered = ordered ^ ((ordered >> 31) & (2 ** (HALF - 1) - 1))
+    if SHORT:
+        value = ordered.to(tl.int16).to(STORED, bitcast=True).to(tl.float32)
+    else:
+        value = ordered.to(tl.float32, bitcast=True)
     part = tl.where(kept, tl.exp(value - highest), 0.0)
     if RENORMALISE:
         total = tl.sum(part, 0)
     else:
         total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logit - highest), 0.0), 0)
-    ids = BLOCK_E - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
+    ids = BLOCK_E - 1 - (chosen & (2**HALF - 1)).to(tl.int32)
     tl.store(ids_ptr + token * ROUTES + place, ids, mask=kept)
     tl.store(weights_ptr + token * ROUTES + place, part / total, mask=kept)
     if SHARED:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
 from freetoken.kernels.attn_decode.config import decode_config, next_power_of_two
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from freetoken.kernels.qsa.reference import Geometry, Pools
@@ -75,6 +76,7 @@ def index_kernel(
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     PIECES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid ``(T, HEADS + 1)``: a query head normed and rotated, or (the last) the token's key stored. Without ``PIECES`` no token has
     one of its own text before it in the step."""
@@ -86,6 +88,9 @@ def index_kernel(
     inside = column < D
     # The column that the rotation mixes in; beyond the rotated part it is not used.
     other = tl.where(column < HALF, column + HALF, tl.where(column < R, column - HALF, column))
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + lane)
     source = projected_ptr + lane * projected_stride + head * D
     x = tl.load(source + column, mask=inside, other=0.0)
@@ -143,6 +148,7 @@ def index(
     batch, size = projected.shape[0], pool.shape[2]
     heads = projected.shape[1] // size - 1
     out = projected.new_empty(batch, heads, size)
+    early = launch.early(projected)
     if batch:
         index_kernel[(batch, heads + 1)](
             projected,
@@ -165,6 +171,8 @@ def index(
             RATIO=ratio,
             PAGE=pool.shape[1],
             PIECES=before is not None,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=1,
         )
     return out
@@ -187,9 +195,13 @@ def score_kernel(
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid ``(ceil(most blocks / BLOCKS), B)``."""
     lane = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     whole = tl.load(seq_lens_ptr + lane) // RATIO
     if tl.program_id(0) * BLOCKS >= whole:
         return
@@ -220,6 +232,7 @@ def score(
     batch, heads, size = index_q.shape
     most = longest // config.ratio
     scores = torch.empty((batch, most), dtype=torch.float32, device=index_q.device)
+    early = launch.early(index_q)
     if scores.numel():
         score_kernel[(triton.cdiv(most, SCORE_BLOCKS), batch)](
             index_q,
@@ -237,6 +250,8 @@ def score(
             RATIO=config.ratio,
             PAGE=pools.page_size,
             BLOCKS=SCORE_BLOCKS,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=4,
         )
     return scores
@@ -298,10 +313,14 @@ def candidates_kernel(
     KEPT: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid ``(ceil(most blocks / SPLIT), B)``: the ``KEPT`` best of each ``SPLIT`` blocks of a long text, in the order of the text. None
     of the best of all is missing, and equals are in order."""
     lane = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     whole = tl.load(seq_lens_ptr + lane) // RATIO
     start = tl.program_id(0) * SPLIT
     if (whole <= 2 * SPLIT) | (start >= whole):
@@ -342,9 +361,13 @@ def select_kernel(
     KEPT: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid ``(B,)``: of all scores or, with ``SPLIT`` and in a long text, of the candidates."""
     lane = tl.program_id(0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     seq_len = tl.load(seq_lens_ptr + lane)
     whole = seq_len // RATIO
     scores = scores_ptr + lane * scores_stride
@@ -392,14 +415,16 @@ def select(
     if not batch:
         return chosen, counts
     chunk = min(SELECT_CHUNK, max(32, next_power_of_two(most)))
-    launch = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "num_warps": max(1, min(16, chunk // 256))}
+    early = launch.early(scores)
+    settings = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "EARLY": early}
+    settings |= {"launch_pdl": early, "num_warps": max(1, min(16, chunk // 256))}
     split = SELECT_SPLIT if most > 2 * SELECT_SPLIT and config.blocks <= SELECT_SPLIT // 2 else 0
     splits = triton.cdiv(most, split) if split else 0
     best = torch.empty((batch, splits * config.blocks), dtype=torch.float32, device=device)
     blocks = torch.empty(best.shape, dtype=torch.int32, device=device)
     strides = (scores.stride(0), best.stride(0))
     if split:
-        candidates_kernel[(splits, batch)](scores, seq_lens, best, blocks, *strides, SPLIT=split, **launch)
+        candidates_kernel[(splits, batch)](scores, seq_lens, best, blocks, *strides, SPLIT=split, **settings)
     select_kernel[(batch,)](
         scores,
         best,
@@ -415,7 +440,7 @@ def select(
         TAIL=next_power_of_two(config.ratio),
         PAGE=page_size,
         SPLIT=split,
-        **launch,
+        **settings,
     )
     return chosen, counts
 
@@ -433,6 +458,5 @@ def attend(
     out = torch.empty_like(q)
     needed = workspace_size(batch, heads, size, config.splits)
     workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
-    lanes = torch.arange(batch, device=q.device)
-    attn_decode_triton(q, pools.k, pools.v, chosen, lanes, counts, out, scale, config, workspace, slots=True)
+    attn_decode_triton(q, pools.k, pools.v, chosen, None, counts, out, scale, config, workspace, slots=True)
     return out.flatten(1)

@@ -1,4 +1,4 @@
-"""The SwiGLU activation in plain torch: the specification of the fused kernel."""
+"""Gating of one half by the other, or by a gate of its own, in plain torch: the specification of the fused kernels."""
 
 from __future__ import annotations
 
@@ -12,3 +12,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     half = gate_up.shape[1] // 2
     return torch.nn.functional.silu(gate_up[:, :half]) * gate_up[:, half:]
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(gate)`` of ``[T, F]`` each: the output of gated attention.
+
+    The sigmoid, taken in float32, is rounded to the storage type before it multiplies.
+    """
+    return x * torch.sigmoid(gate)

@@ -79,6 +79,22 @@ class SmallGemm:
             self._compare(y, reference.linear(x, weight, bias), x.dtype)
         return y
 
+    def squashes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether :meth:`linear_squashed` is one kernel for these."""
+        rows = x.shape[0]
+        if rows == 0 or not self._fits(x, weight):
+            return False
+        return rows == 1 or pick_config(*weight.shape, rows, launch.capability(x.device)).kind == "fragments"
+
+    def linear_squashed(self, x: torch.Tensor, weight: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
+        """``[M, N]``, as :func:`reference.linear_squashed`."""
+        if not self.squashes(x, weight):
+            return reference.linear_squashed(x, weight, rows, divisor)
+        y = self._triton.linear(x, weight, scratch=self._scratch, squash=(rows, divisor))
+        if self._checked:
+            self._compare(y, reference.linear_squashed(x, weight, rows, divisor), x.dtype)
+        return y
+
     def linear_silu_mul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, F]``, as :func:`reference.linear_silu_mul`."""
         if not self._fits(x, weight):

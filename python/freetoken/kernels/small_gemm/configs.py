@@ -19,10 +19,11 @@ NARROW_TOKENS = 32
 class GemmConfig:
     """Settings of one launch.
 
-    ``kind`` of the kernel for 2 and more rows: ``tiles``, or ``fragments`` for narrow weights (``block_n`` 16, ``block_k`` 32 times
+    ``kind`` of the kernel: ``tiles`` (for one row the matrix-vector kernel), or ``fragments`` (``block_n`` 16, ``block_k`` 32 times
     ``num_warps``). ``block_n`` output columns a program (with the activation, that many gate rows and as many up rows), ``block_k`` elements of K a step, ``num_warps`` warps a program. ``num_stages`` is
     the depth of the asynchronous copies (``tiles`` only). ``unroll`` steps of K are issued together
-    (not with ``tiles``). ``split_k`` programs share the rows and add their parts in a fixed order.
+    (not with ``tiles``). ``split_k`` programs share the rows and add their parts in a fixed order. ``ahead`` steps of weights are asked for
+    before the wait for the kernel that makes x (one row only).
     """
 
     block_n: int
@@ -31,6 +32,7 @@ class GemmConfig:
     num_stages: int = 1
     unroll: int = 1
     split_k: int = 1
+    ahead: int = 1
     kind: Literal["tiles", "fragments"] = "tiles"
 
 
@@ -49,9 +51,19 @@ _QWEN3_8B_ON_H200: dict[tuple[int, int, int], GemmConfig] = {
     (4096, 4096, 16): GemmConfig(64, 256, 4, num_stages=3, split_k=2),
     (151936, 4096, 16): GemmConfig(64, 128, 4, num_stages=4),
 }
-CONFIGS: dict[Capability, dict[tuple[int, int, int], GemmConfig]] = {HOPPER: _QWEN3_8B_ON_H200}
+_QWEN4_EXP_ON_H200: dict[tuple[int, int, int], GemmConfig] = {
+    (336, 10240, 1): GemmConfig(1, 2048, 8, ahead=5),
+    (528, 2560, 1): GemmConfig(1, 256, 1, ahead=10),
+    (640, 2560, 1): GemmConfig(2, 512, 2, ahead=5),
+    (96, 2560, 1): GemmConfig(1, 512, 1, ahead=5),
+    (336, 10240, 16): GemmConfig(16, 128, 4, unroll=8, split_k=10, kind="fragments"),
+    (528, 2560, 16): GemmConfig(16, 64, 2, unroll=8, split_k=5, kind="fragments"),
+    (640, 2560, 16): GemmConfig(16, 64, 2, unroll=8, split_k=5, kind="fragments"),
+}
+CONFIGS: dict[Capability, dict[tuple[int, int, int], GemmConfig]] = {HOPPER: _QWEN3_8B_ON_H200 | _QWEN4_EXP_ON_H200}
 """Measured settings by compute capability, then by ``(N, K, class)``, where N counts weight rows and the class comes from
-:func:`m_class`. Each was chosen by the time of the whole decode step it is part of."""
+:func:`m_class`. Those of Qwen3-8B were each chosen by the time of the whole decode step it is part of, those of ``qwen4_exp`` by
+that of the product alone, replayed with weights that are not in the cache."""
 
 
 def measured(capability: Capability) -> int:
@@ -73,14 +85,18 @@ def _power_of_two_at_least(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def pick_config(n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False) -> GemmConfig:
+def pick_config(
+    n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False, wide: bool = False
+) -> GemmConfig:
     """The measured settings of this shape on a GPU of ``capability``, or a default that suits the shape.
+
+    ``wide`` is for float32, which fragments cannot have; nor can they have ``silu``.
 
     The default of the tensor-core kernel stays within the 99 KiB of shared memory that the smallest served GPUs give a
     program, and cuts K until about a hundred programs run; that of narrow weights, without ``silu``, needs a twentieth of it.
     """
     found = CONFIGS.get(capability, {}).get((n, k, m_class(m))) if capability is not None else None
-    if found is not None:
+    if found is not None and not ((wide or silu) and found.kind == "fragments"):
         return found
     if m == 1:
         block_k = min(1024, _power_of_two_at_least(k))

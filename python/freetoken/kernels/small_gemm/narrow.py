@@ -141,6 +141,15 @@ def _add_round(
     return totals
 
 
+@triton.jit
+def _squash(value, row, ROWS: tl.constexpr, DIVISOR: tl.constexpr, STORAGE: tl.constexpr):
+    """``silu(value / DIVISOR)`` of the first ``ROWS`` rows, others as they are; in and out in the storage type."""
+    if ROWS > 0:
+        wide = value.to(tl.float32) / DIVISOR
+        value = tl.where(row < ROWS, (wide / (1.0 + tl.exp(-wide))).to(STORAGE), value)
+    return value
+
+
 @triton.jit(do_not_specialize=["m"])
 def narrow_kernel(
     x_ptr,
@@ -158,6 +167,8 @@ def narrow_kernel(
     HALVES: tl.constexpr,
     BF16: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SQUASHED: tl.constexpr,
+    DIVISOR: tl.constexpr,
     EARLY: tl.constexpr,
     UNDER: tl.constexpr,
     ON_GPU: tl.constexpr,
@@ -229,7 +240,7 @@ def narrow_kernel(
                     total += tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
             if HAS_BIAS:
                 total += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-            values += (total.to(STORAGE),)
+            values += (_squash(total.to(STORAGE), row, SQUASHED, DIVISOR, STORAGE),)
         if SPLIT_K > 1:
             tl.store(arrivals, 0)
         if EARLY and UNDER:

@@ -21,3 +21,10 @@ def linear(
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`linear` with ``weight [2F, K]`` (gate rows first), then ``silu(gate) * up`` as ``[M, F]``."""
     return silu_mul(linear(x, weight, bias))
+
+
+def linear_squashed(x: torch.Tensor, weight: torch.Tensor, rows: int, divisor: int) -> torch.Tensor:
+    """:func:`linear`, and of its first ``rows`` columns ``silu(y / divisor)``."""
+    y = linear(x, weight)
+    y[:, :rows] = torch.nn.functional.silu(y[:, :rows].float() / divisor).to(y.dtype)
+    return y

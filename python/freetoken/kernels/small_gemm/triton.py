@@ -13,7 +13,7 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.small_gemm.configs import GemmConfig, m_class, max_tokens, pick_config
-from freetoken.kernels.small_gemm.narrow import narrow_kernel
+from freetoken.kernels.small_gemm.narrow import _squash, narrow_kernel
 
 
 class Scratch:
@@ -30,6 +30,8 @@ class Scratch:
         """Make room for the parts ``[rows, halves * n]`` of one launch; a no-op for unsplit products."""
         if config.split_k == 1:
             return
+        if config.kind == "fragments":
+            rows = 8 if rows <= 8 else triton.cdiv(rows, 16) * 16
         parts, blocks = config.split_k * rows * halves * n, triton.cdiv(n, config.block_n) * triton.cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
@@ -54,12 +56,13 @@ def _activate(gate, up, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def _weights(tile, start, row, offset, end, N: tl.constexpr, EVEN: tl.constexpr):
-    """The ``[BLOCK_N, BLOCK_K]`` weights from column ``start`` on; zero outside ``N`` rows and from ``end`` on."""
+def _weights(tile, start, row, offset, end, N: tl.constexpr, EVEN: tl.constexpr, STAYS: tl.constexpr = False):
+    """The ``[BLOCK_N, BLOCK_K]`` weights from column ``start`` on; zero outside ``N`` rows and from ``end`` on. ``STAYS``: by loads that
+    the assembler does not move behind a wait that follows."""
     if EVEN:
-        return tl.load(tile + start)
+        return tl.load(tile + start, volatile=STAYS)
     inside = (row[:, None] < N) & (offset[None, :] < end - start)
-    return tl.load(tile + start, mask=inside, other=0.0)
+    return tl.load(tile + start, mask=inside, other=0.0, volatile=STAYS)
 
 
 @triton.jit
@@ -85,8 +88,11 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    SQUASHED: tl.constexpr,
+    DIVISOR: tl.constexpr,
     EARLY: tl.constexpr,
     UNDER: tl.constexpr,
 ):
@@ -109,15 +115,21 @@ def gemv_kernel(
     # The first weights are asked for before the kernel that makes x has ended.
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    gate = _weights(tile, begin, row, offset, end, N, EVEN)
-    up = _weights(tile + N * K, begin, row, offset, end, N, EVEN) if SILU else gate
+    asked = ()
+    for step in tl.static_range(AHEAD):
+        start = begin + step * BLOCK_K
+        gate = _weights(tile, start, row, offset, end, N, EVEN, AHEAD > 1)
+        up = _weights(tile + N * K, start, row, offset, end, N, EVEN, AHEAD > 1) if SILU else gate
+        asked += ((gate, up),)
     if EARLY and not UNDER:
         tl.extra.cuda.gdc_wait()
-    x = _activations(x_ptr, begin, offset, end, EVEN, CACHE)
-    gate_sum += gate.to(tl.float32) * x
-    if SILU:
-        up_sum += up.to(tl.float32) * x
-    for start in tl.range(begin + BLOCK_K, begin + STEPS * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
+    for step in tl.static_range(AHEAD):
+        gate, up = asked[step]
+        x = _activations(x_ptr, begin + step * BLOCK_K, offset, end, EVEN, CACHE)
+        gate_sum += gate.to(tl.float32) * x
+        if SILU:
+            up_sum += up.to(tl.float32) * x
+    for start in tl.range(begin + AHEAD * BLOCK_K, begin + STEPS * BLOCK_K, BLOCK_K, loop_unroll_factor=UNROLL):
         x = _activations(x_ptr, start, offset, end, EVEN, CACHE)
         gate_sum += _weights(tile, start, row, offset, end, N, EVEN).to(tl.float32) * x
         if SILU:
@@ -146,6 +158,7 @@ def gemv_kernel(
             tl.store(arrivals_ptr + tl.program_id(0), 0)
     if last:
         value = _finish(total, bias_ptr, row, inside, HAS_BIAS, STORAGE)
+        value = _squash(value, row, SQUASHED, DIVISOR, STORAGE)
         if SILU:
             value = _activate(value, _finish(other, bias_ptr + N, row, inside, HAS_BIAS, STORAGE), STORAGE)
         if EARLY and UNDER:
@@ -246,12 +259,14 @@ def _launch(
     config: GemmConfig,
     scratch: Scratch | None,
     under: bool,
+    squash: tuple[int, int] = (0, 1),
 ) -> None:
     m, k = x.shape
     n = out.shape[1]
     parts, arrivals = out, out
     halves = (torch.float16, torch.bfloat16)
-    if m > 1 and config.kind == "fragments" and (silu or k % 32 or x.dtype not in halves):
+    fragments = config.kind == "fragments"
+    if fragments and (silu or k % 32 or x.dtype not in halves):
         raise ValueError(f"{config} cannot run {x.dtype} of width {k}{' with the activation' if silu else ''}")
     if config.split_k > 1:
         if scratch is None or scratch.parts is None or scratch.arrivals is None:
@@ -270,13 +285,18 @@ def _launch(
     tiles = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SILU": silu}
     grid = (triton.cdiv(n, config.block_n), config.split_k)
     beside = (weight if bias is None else bias, out, parts, arrivals)
-    if m == 1:
-        gemv_kernel[grid](x, weight, *beside, UNROLL=config.unroll, **tiles, **settings)
-    elif config.kind == "tiles":
+    squashed = {"SQUASHED": squash[0], "DIVISOR": squash[1]}
+    if m == 1 and not fragments:
+        steps = triton.cdiv(k, config.block_k * config.split_k)
+        unrolled = {"UNROLL": config.unroll, "AHEAD": min(config.ahead, steps)}
+        gemv_kernel[grid](x, weight, *beside, **unrolled, **squashed, **tiles, **settings)
+    elif not fragments:
+        if squash[0]:
+            raise ValueError(f"{config} cannot squash the outputs of {m} rows")
         gemm_kernel[grid](x, weight, *beside, m, M=m_class(m), num_stages=config.num_stages, **tiles, **settings)
     else:
         own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": 1 if m <= 8 else 2}
-        own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda}
+        own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda, **squashed}
         narrow_kernel[(*grid, triton.cdiv(m, 16))](
             x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings
         )
@@ -291,16 +311,19 @@ def linear(
     config: GemmConfig | None = None,
     scratch: Scratch | None = None,
     under: bool = False,
+    squash: tuple[int, int] = (0, 1),
 ) -> torch.Tensor:
     """As :func:`freetoken.kernels.small_gemm.reference.linear` for contiguous ``x [M, K]`` with M from 0 to 32.
 
+    ``squash`` are R and S of :func:`freetoken.kernels.small_gemm.reference.linear_squashed` (R 0 for none).
     ``under`` says that the kernel launched right before is ``LATE``, none of these, and not what makes x: see there.
     """
     n, k = weight.shape
     out = torch.empty((x.shape[0], n), dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] > 0:
-        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device))
-        _launch(x, weight, bias, out, False, config, scratch, under)
+        wide = x.dtype == torch.float32
+        config = config or pick_config(n, k, x.shape[0], launch.capability(x.device), wide=wide)
+        _launch(x, weight, bias, out, False, config, scratch, under, squash)
     return out
 
 
