@@ -1,4 +1,4 @@
-"""The product of 2 to 32 rows with a narrow weight, on tensor cores, with operands that are loaded as the fragments they are used as.
+"""The product of up to 32 rows with a weight of few rows, on tensor cores, with operands that are loaded as the fragments they are used as.
 
 A product of 16 weight rows, 8 tokens and 16 columns (``m16n8k16``) takes words of two values. Lane ``4g + t`` of a warp reads 16 bytes,
 eight columns, of rows ``g`` and ``g + 8`` and of token ``g``: four such words each, for two products. Both sides number the columns in
