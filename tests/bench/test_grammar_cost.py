@@ -17,7 +17,7 @@ def test_a_batch_with_a_schema_and_without(tmp_path: Path, capsys: pytest.Captur
     model = make_tiny_model(tmp_path / "tiny", seed=2)
     line = f"--model {model} --device cpu --output-len 10 --repeats 1 --no-roof --compare-grammar 2x5 --shape 1x3 2x5"
     found = one_batch.run(one_batch.parser().parse_args(line.split()))
-    assert [f["what"] for f in found[4:]] == ["grammar decode"]
+    assert [f["what"] for f in found[5:]] == ["grammar decode"]
     figure = found[-1]
     assert (figure["what"], figure["requests"], figure["tokens"]) == ("grammar decode", 2, 10)
     assert figure["ratio"] == pytest.approx(figure["ms"] / figure["plain_ms"]) and figure["fill_us"] > 0

@@ -356,7 +356,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     label = args.label or config.served_model_name
     roofs = None if args.no_roof else roof.measure(config.device, config.dtype)
     runner = ModelRunner(config, progress)
-    found: list[dict[str, Any]] = []
+    held = runner.loaded_bytes / 1e9
+    found = [figures.figure("memory after loading", model=label, device=config.device, dtype=config.dtype, gb=held)]
+    print(f"{held:.2f} GB held after loading, before any KV cache", flush=True)
 
     def replays() -> int:
         return sum(runner.graph_counts()[0].values())

@@ -165,7 +165,7 @@ class ModelRunner:
     # --- start ---------------------------------------------------------------------------------------------------
 
     def _load_weights(self) -> list[TableSource] | None:
-        """Fill the model; returns where its n-gram tables lie."""
+        """Fill the model; returns where its n-gram tables lie. ``loaded_bytes`` is then what is held on the GPU, kernels' scratch memory included."""
         config = self.config
         tables = None
         if config.load_format == "dummy":
@@ -184,6 +184,7 @@ class ModelRunner:
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        self.loaded_bytes = torch.cuda.memory_reserved() if self.cuda else self.model.weight_bytes
         return tables
 
     def _open_tables(self, sources: list[TableSource] | None) -> PleTables | None:
@@ -491,6 +492,7 @@ class ModelRunner:
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "weights": gib(self.model.weight_bytes),
+            "after_loading": gib(self.loaded_bytes),
             "load_seconds": round(self._load_seconds, 2),
             "memory": self.memory.public(),
             "max_total_tokens": self.memory.num_tokens,
