@@ -208,7 +208,7 @@ if wanted experts qwen3-30b-a3b-one-batch qwen3.5-35b-a3b-fp8-one-batch; then
 fi
 if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
     part "one batch, 2 bits" "$python" -m freetoken.bench.one_batch "${packed[@]}" --label "$packed_label" \
-        --shape 1x128 1x8192 8x128 32x128 --output-len 64 --repeats 2 \
+        --shape 1x128 1x8192 8x128 32x128 --output-len 192 --repeats 2 \
         --output "$out/qwen3.5-27b-pq2-one-batch.jsonl"
     part "server start, 2 bits" start_server "${packed[@]}" --max-running-requests 32 --served-model-name qwen3.5-27b \
         --state-cache-gb 2 --cuda-graph-bs 1 4 8 16 32

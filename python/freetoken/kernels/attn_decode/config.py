@@ -55,6 +55,13 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def rounded_down(splits: int) -> int:
+    """``splits``, or the power of two below where little is lost: a joining program reads a power of two of partial results, so that 66
+    cost what 128 do."""
+    power = 1 << splits.bit_length() - 1
+    return power if splits - power <= splits // 8 else splits
+
+
 def decode_config(
     head_dim: int,
     group: int,
@@ -79,7 +86,7 @@ def decode_config(
     if 2 * programs >= places:
         whole, min_share, splits = 1024, 512, 4
     else:
-        whole, min_share, splits = WHOLE_STEPS * block_n, block_n, min(MOST_SPLITS, places // programs)
+        whole, min_share, splits = WHOLE_STEPS * block_n, block_n, rounded_down(min(MOST_SPLITS, places // programs))
     splits = 1 if max_seq_len <= whole else min(splits, -(-max_seq_len // min_share))
     return DecodeConfig(block_n, whole, min_share, splits, num_warps=8, num_stages=3 if tiles <= SMALL_TILES else 2)
 
