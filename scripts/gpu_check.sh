@@ -170,6 +170,15 @@ for group in $groups; do
             ;;
     esac
 done
+# Said at once, and not after minutes of what needs less.
+case " $groups " in
+    *" tests "* | *" dense "* | *" hybrid "* | *" packed "*)
+        if ! missing=$("$python" -c 'import freetoken.launch_server' 2>&1); then
+            echo "error: the groups tests, dense, hybrid and packed need all that serving needs: ${missing##*$'\n'}" >&2
+            exit 1
+        fi
+        ;;
+esac
 files=()
 
 if wanted tests; then

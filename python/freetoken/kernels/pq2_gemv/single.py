@@ -92,28 +92,8 @@ def _sum16(x0, x1, x2, x3, ON_GPU: tl.constexpr):
 @triton.jit
 def _piece(step, place, PIECES: tl.constexpr, K_WARPS: tl.constexpr):
     """The piece of a row that a lane takes at a step, ``place`` of ``4 * K_WARPS``; past the end the last one."""
-    return tl.minimum(step * (4 * K_WARPS) + place, PIECES - 1)
-
-
-@triton.jit
-def _at(pointer, step, place, PIECES: tl.constexpr, K_WARPS: tl.constexpr, MANY: tl.constexpr, FEW: tl.constexpr):
-    """``pointer`` moved to a lane's piece, where ``FEW`` pieces share ``MANY`` elements. Where steps end with the row, what a step adds is
-    the same for all lanes, so that an unrolled step costs no arithmetic."""
-    if PIECES % (4 * K_WARPS) == 0:
-        return pointer + place // FEW * MANY + step * (4 * K_WARPS // FEW * MANY)
-    else:
-        return pointer + _piece(step, place, PIECES, K_WARPS) // FEW * MANY
-
-
-@triton.jit
-def _codes_at(pointer, step, place, PIECES: tl.constexpr, K_WARPS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """As :func:`_at` for the codes of a row, in words."""
-    if not INTERLEAVED:
-        return _at(pointer, step, place, PIECES, K_WARPS, 4, 1)
-    elif PIECES % (4 * K_WARPS) == 0:
-        return pointer + along_row(place, 16, True) // 4 + step * (128 * K_WARPS)
-    else:
-        return pointer + along_row(_piece(step, place, PIECES, K_WARPS), 16, True) // 4
+    piece = step * (4 * K_WARPS) + place
+    return piece if PIECES % (4 * K_WARPS) == 0 else tl.minimum(piece, PIECES - 1)
 
 
 @triton.jit
@@ -129,15 +109,21 @@ def _ask_rows(
     INTERLEAVED: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Codes (four words) and scale of one piece of every row of a lane."""
+    """Codes (four words) and scale of one piece of every row of a lane.
+
+    The piece is added to a pointer before constant distances are, which then need no register.
+    """
     APART: tl.constexpr = 8 if INTERLEAVED else 1
+    piece = _piece(step, place, K // 64, K_WARPS)
+    words = along_row(piece, 16, INTERLEAVED) // 4
+    group = piece // (GROUP_W // 64) * APART
     asked = ()
     for tile in tl.static_range(TILES):
-        codes, scales = rows[0 if WHOLE else tile]
-        codes = _codes_at(codes, step, place, K // 64, K_WARPS, INTERLEAVED)
-        scales = _at(scales, step, place, K // 64, K_WARPS, APART, GROUP_W // 64)
         if WHOLE:
+            codes, scales = rows[0][0] + words, rows[0][1] + group
             codes, scales = codes + tile * (K // 2), scales + tile * (8 * K // GROUP_W)
+        else:
+            codes, scales = rows[tile][0] + words, rows[tile][1] + group
         a, b, c, d = four_words(codes, True, ON_GPU)
         asked += ((a, b, c, d, one_half(scales, ON_GPU)),)
     return asked
@@ -155,29 +141,27 @@ def _ask_token(
     ON_GPU: tl.constexpr,
 ):
     """The values of a piece (16 words), and scales and sums of its two halves: twice the same unless groups are of 32."""
-    MANY: tl.constexpr = 2 if GROUP_X == 32 else 1
-    FEW: tl.constexpr = 1 if GROUP_X == 32 else GROUP_X // 64
     values, x_scales, sums = activation
-    x = _at(values, step, place, K // 64, K_WARPS, 16, 1)
+    piece = _piece(step, place, K // 64, K_WARPS)
+    x = values + piece * 16
     x0, x1, x2, x3 = four_words(x, False, ON_GPU)
     y0, y1, y2, y3 = four_words(x + 4, False, ON_GPU)
     z0, z1, z2, z3 = four_words(x + 8, False, ON_GPU)
     u0, u1, u2, u3 = four_words(x + 12, False, ON_GPU)
-    x_scales = _at(x_scales, step, place, K // 64, K_WARPS, MANY, FEW)
-    sums = _at(sums, step, place, K // 64, K_WARPS, MANY, FEW)
-    d_x = one_word(x_scales, ON_GPU).to(tl.float32, bitcast=True)
+    group = piece * 2 if GROUP_X == 32 else piece // (GROUP_X // 64)
+    d_x = one_word(x_scales + group, ON_GPU).to(tl.float32, bitcast=True)
     if GROUP_X <= GROUP_W:
-        s = one_word(sums, ON_GPU)
+        s = one_word(sums + group, ON_GPU)
         if GROUP_X == 128:
             # The sum over 128 values is taken off once, in the first of its two pieces.
-            s = tl.where(place % 2 == 0, s, 0)
+            s = tl.where(piece % 2 == 0, s, 0)
     else:
         s = _sum16(x0, x1, x2, x3, ON_GPU) + _sum16(y0, y1, y2, y3, ON_GPU)
         s += _sum16(z0, z1, z2, z3, ON_GPU) + _sum16(u0, u1, u2, u3, ON_GPU)
     d_x2, s2 = d_x, s
     if GROUP_X == 32:
-        d_x2 = one_word(x_scales + 1, ON_GPU).to(tl.float32, bitcast=True)
-        s2 = one_word(sums + 1, ON_GPU)
+        d_x2 = one_word(x_scales + group + 1, ON_GPU).to(tl.float32, bitcast=True)
+        s2 = one_word(sums + group + 1, ON_GPU)
     if (K // 64) % (4 * K_WARPS) != 0:
         there = step * (4 * K_WARPS) + place < K // 64
         d_x, d_x2 = tl.where(there, d_x, 0.0), tl.where(there, d_x2, 0.0)
