@@ -17,7 +17,6 @@ from freetoken.kernels.moe_gemm.config import (
     pick_gate_up_route,
     pick_tile,
 )
-from freetoken.kernels.moe_gemm.fragments import DOWN_REGISTERS
 from freetoken.kernels.moe_gemm.triton import FIRST_FP8_CAPABILITY
 from freetoken.kernels.moe_route.triton import SCAN
 
@@ -178,25 +177,14 @@ def _fragments_down(element: str, shared: bool) -> KernelCase:
     words, halves = ("hidden_ptr", "ids_ptr", "weight_ptr"), ("shared_ptr", "gate_ptr", "out_ptr")
     types = {**dict.fromkeys(words, "*i32"), **dict.fromkeys(halves, f"*{element}")}
     types |= {**dict.fromkeys(("route_weights_ptr", "scale_ptr"), "*fp32"), "gate_stride": "i32"}
-    values = {
-        "TOP_K": TOP_K + 1,
-        "N": HIDDEN,
-        "K": WIDTH,
-        "SHARED": shared,
-        "BEHIND": False,
-        **_fragment_values(config, element),
-    }
+    values = {"TOP_K": TOP_K + 1, "N": HIDDEN, "K": WIDTH, "SHARED": shared, **_fragment_values(config, element)}
     return KernelCase(
         f"fragments down shared={shared} {element}",
         f"{FRAGMENTS}:routes_down_kernel",
         types,
         values,
-        {"num_warps": config.num_warps, "maxnreg": DOWN_REGISTERS},
+        {"num_warps": config.num_warps},
     )
-
-
-def _behind(case: KernelCase) -> KernelCase:
-    return replace(case, name=f"{case.name} behind", constexprs={**case.constexprs, "BEHIND": True})
 
 
 def _combine(shared: bool) -> KernelCase:
@@ -274,7 +262,6 @@ MORE = [
             _rows(16384, HIDDEN, 1, silu=False),
             _rows(HIDDEN, 6144, 16, silu=False),
             _fragments_down("bf16", shared=False),
-            *(_behind(_fragments_down(e, shared=shared)) for e in ("bf16", "fp16") for shared in (False, True)),
         )
     ),
     *(_early(case) for case in (_choose("bf16", True), _picked("native", "bf16", 16, True), _combine(True))),

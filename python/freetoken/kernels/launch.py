@@ -2,8 +2,7 @@
 
 A kernel compiled with ``EARLY`` lets the next one start at once (``gdc_launch_dependents``), and itself waits for the
 kernels before it (``gdc_wait``) ahead of its first read of an activation and its first write; until then it may only read
-weights. What was there before the kernel right before, it may read early, too, past the L1 cache, where that one lets it start only
-after its own wait. Kernels of others, launched in the ordinary way between ours, start when everything before them has ended.
+weights. Kernels of others, launched in the ordinary way between ours, start when everything before them has ended.
 
 A small product can run *under* a large one of the same input: the large kernel, compiled ``LATE``, lets the next start only after its
 own wait, and the small one, compiled ``UNDER``, reads its input at once and waits ahead of its first write of the output. That is

@@ -80,7 +80,7 @@ class MoeGemm:
             config = pick_fragments(gate_up.shape[1] // 2, x.shape[1], ids.numel(), gated=True)
             hidden = self._fragments.rows(x, ids, gate_up, config, silu=True)
             config = pick_down_fragments(hidden.shape[1], ids.shape[1])
-            return self._fragments.routes_down(hidden, (ids, weights), down, shared, config, behind=True)
+            return self._fragments.routes_down(hidden, (ids, weights), down, shared, config)
         size = _element_size(gate_up)
         hidden = self._triton.gate_up_routes(x, ids, gate_up, pick_gate_up_route(x.shape[1], size))
         return self._triton.down_routes(hidden, (ids, weights), down, shared, pick_down_route(hidden.shape[1], size))

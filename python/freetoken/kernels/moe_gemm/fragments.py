@@ -23,8 +23,6 @@ from freetoken.kernels.small_gemm.triton import _activate
 SCALE_BLOCK = tl.constexpr(BLOCK)
 CHUNK = 64
 """Columns a warp takes of 16 rows at a time."""
-DOWN_REGISTERS = 128
-"""Registers a thread of a down product of routes: two programs of 8 warps fit a multiprocessor."""
 
 
 @triton.jit
@@ -35,20 +33,6 @@ def _float_at(pointer, FIXED: tl.constexpr, ON_GPU: tl.constexpr):
         return tl.inline_asm_elementwise(asm, "=f,l", [pointer.to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1)
     else:
         return tl.load(pointer)
-
-
-@triton.jit
-def _prefetch(pointer):
-    """Bring what is at each pointer into the L2 cache."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _fresh_word(pointer):
-    """The int32 at each pointer, past the L1 cache."""
-    asm: tl.constexpr = "ld.relaxed.gpu.global.b32 $0, [$1];"
-    return tl.inline_asm_elementwise(asm, "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -239,14 +223,12 @@ def rows_kernel(
     warp = tl.arange(0, WARPS)[:, None] + lane * 0
     g, word = lane // 4, lane % 4 * 4
     first_row = tl.program_id(0) * 16
-    if EARLY and ROUTED:
-        # In this order: the next kernel may read ids that are older than this one.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    elif EARLY:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if ROUTED:
         first_token = tl.program_id(1)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         x = (x_ptr + (first_token // TOP_K + g * 0) * (K // 2) + word * 2,)
         columns = _activations_round(x, warp, WARPS, CHUNKS, UNROLL, ON_GPU)
         expert = tl.load(ids_ptr + first_token).to(tl.int64)
@@ -315,14 +297,12 @@ def routes_down_kernel(
     UNROLL: tl.constexpr,
     BF16: tl.constexpr,
     SHARED: tl.constexpr,
-    BEHIND: tl.constexpr,
     EARLY: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """``out [T, N]``: the routes' down products, weighted and summed, and the shared expert. Grid ``(N / 16, T)``.
 
-    The chunks of all routes of a token are dealt to the warps in turn. ``BEHIND`` says that the kernel right before this one is a routed
-    :func:`rows_kernel` with these ids, which are older: the weights are brought into the cache while that one runs.
+    The chunks of all routes of a token are dealt to the warps in turn.
     """
     STORAGE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     CHUNKS: tl.constexpr = K // 64
@@ -340,16 +320,6 @@ def routes_down_kernel(
     total = (nothing, nothing, nothing, nothing)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if BEHIND:
-            for start in tl.range(0, PIECES, WARPS):
-                piece = start + warp
-                expert = _fresh_word(ids_ptr + token * TOP_K + tl.minimum(piece, PIECES - 1) // CHUNKS)
-                there = (piece < PIECES) & (expert >= 0)
-                expert, chunk = tl.where(there, expert, 0).to(tl.int64), piece % CHUNKS
-                low = line + expert * (N * (K // 4)) + chunk * 16
-                _prefetch(low)
-                _prefetch(low + 8 * (K // 4))
-                _prefetch(scale + expert * (N // ROWS * COLUMNS) + chunk * 64 // SCALE_BLOCK)
         tl.extra.cuda.gdc_wait()
     for start in tl.range(0, (PIECES + ROUND - 1) // ROUND * ROUND, ROUND):
         named, columns = (), ()
@@ -359,15 +329,15 @@ def routes_down_kernel(
             expert = one_word(ids_ptr + route, ON_GPU)
             there = (piece < PIECES) & (expert >= 0)
             share = _float_at(route_weights_ptr + route, False, ON_GPU)
-            named += ((tl.where(there, expert, 0), tl.where(there, share, 0.0), there),)
-            x = hidden_ptr + (route * (K // 2) + tl.minimum(piece, PIECES - 1) % CHUNKS * 32 + word * 2)
-            columns += (_activations(x, True, ON_GPU),)
+            named += ((tl.where(there, expert, 0).to(tl.int64), tl.where(there, share, 0.0), there),)
+            x = hidden_ptr + route.to(tl.int64) * (K // 2) + word * 2
+            columns += (_activations(x + tl.minimum(piece, PIECES - 1) % CHUNKS * 32, True, ON_GPU),)
         asked = ()
         for step in tl.static_range(UNROLL):
             expert, _, there = named[step]
             chunk = (start + step * WARPS + warp) % CHUNKS
-            low = line + expert.to(tl.int64) * (N * (K // 4))
-            factors = scale + expert.to(tl.int64) * (N // ROWS * COLUMNS)
+            low = line + expert * (N * (K // 4))
+            factors = scale + expert * (N // ROWS * COLUMNS)
             asked += (_ask(low, low + 8 * (K // 4), factors, chunk, there, ON_GPU),)
         for step in tl.static_range(UNROLL):
             _, share, there = named[step]
@@ -444,13 +414,8 @@ def routes_down(
     weight: Fp8Weight,
     shared: Shared | None,
     config: FragmentConfig,
-    *,
-    behind: bool = False,
 ) -> torch.Tensor:
-    """``[T, N]`` as :func:`freetoken.kernels.moe_gemm.triton.down_routes` with ``routes``.
-
-    ``behind`` says that :func:`rows` with these ids was launched right before.
-    """
+    """``[T, N]`` as :func:`freetoken.kernels.moe_gemm.triton.down_routes` with ``routes``."""
     n, k = weight.shape[-2:]
     ids, shares = routes
     tokens, top_k = ids.shape
@@ -475,11 +440,9 @@ def routes_down(
         UNROLL=config.unroll,
         BF16=hidden.dtype == torch.bfloat16,
         SHARED=shared is not None,
-        BEHIND=behind,
         EARLY=early,
         ON_GPU=hidden.is_cuda,
         launch_pdl=early,
         num_warps=config.num_warps,
-        maxnreg=DOWN_REGISTERS,
     )
     return out

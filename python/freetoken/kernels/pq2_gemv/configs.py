@@ -130,8 +130,7 @@ def default_config(n: int, k: int, m: int) -> PQ2Config:
         warps = 4
         while warps > 1 and warps > -(-k // STEP["single"]):
             warps //= 2
-        config = PQ2Config("single", 32 if n >= 8192 else 16, 1, warps)
-        return _with_ahead(config, k, 2 if n >= 8192 else 3)
+        return _with_ahead(PQ2Config("single", 16, 1, warps), k, 3)
     if m > 16 and k >= 4 * BLOCK:
         # Two tiles read an activation once for both; few registers leave room for the warps that hide the wait for weights.
         return PQ2Config("fragments", 2 * TILE["fragments"], 1, 4)
