@@ -205,6 +205,8 @@ def readme_block(found: list[dict[str, Any]]) -> str:
     for f in found:
         if f["what"].split()[0] not in ("decode", "prefill", "serving") or "transformers" in f["what"]:
             continue
+        if "FREETOKEN_" in f["model"]:  # another setting of a model that is there
+            continue
         key: tuple[Any, ...] = (f["card"], f["model"], f["what"], f.get("requests"), f.get("depth"), f.get("tokens"))
         if f["what"].startswith("serving"):
             key = (f["card"], f["model"], f["what"], f["max_concurrency"])
