@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 from freetoken import hardware
@@ -41,3 +42,9 @@ def _log_level() -> Iterator[None]:
     level = root.level
     yield
     root.setLevel(level)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what is red: a run that is cut short has no summary. Reports reach the process that prints, and workers' own not."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nred: {report.nodeid}", file=sys.__stderr__, flush=True)
