@@ -174,7 +174,11 @@ def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
         (["--ahead", "0"], "--ahead must be at least 1"),
         (["--ahead", "2", "--workload", "ops"], "--workload one_batch"),
         (["--output", "/nowhere/at/all.jsonl"], "folder does not exist"),
-        (["--pairs", "2", "--", "--model-path", "/nowhere"], "arm A (as it is) failed: model path /nowhere does not"),
+        (["--pairs", "2"], "the arms have no setting of their own"),
+        (
+            ["--b-args", "--page-size 32", "--pairs", "2", "--", "--model-path", "/nowhere"],
+            "arm A (as it is) failed: model path /nowhere does not",
+        ),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

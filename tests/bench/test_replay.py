@@ -254,6 +254,7 @@ def test_what_is_no_capture_is_refused(
         (["--positions"], "nothing to record"),
         (["--layers", "2"], "--layers 2: the model's layers are 0 to 1"),
         (["--positions", "-1"], "--positions must be at least 0"),
+        (["--ops", "gdn_decode"], "no call of these ops"),
     ],
 )
 def test_a_capture_that_cannot_be_leaves_nothing(

@@ -94,6 +94,9 @@ def settings(args: argparse.Namespace) -> tuple[Setting, Setting]:
         except ValueError as error:
             raise StartupError(f"--{name}-args cannot be split into words: {error}") from None
         arms.append(Setting(name.upper(), environment, words))
+    given = (args.flag, args.a_env, args.b_env, args.a_args, args.b_args)
+    if not any(given):
+        raise StartupError("the arms have no setting of their own; give --flag, --a-env, --b-env, --a-args or --b-args")
     return arms[0], arms[1]
 
 

@@ -27,12 +27,15 @@ def server_values(args: argparse.Namespace, own: Collection[str]) -> dict[str, A
 
 
 def entry(args: argparse.Namespace, run: Callable[[argparse.Namespace], list[dict[str, Any]]]) -> int:
-    """Run a benchmark, append its figures to ``--output``; 1 and one sentence when it cannot work."""
+    """Run a benchmark, append its figures to ``--output``; 1 and one sentence when it cannot work, 130 when stopped by Ctrl-C."""
     try:
         found = run(args)
     except (FreetokenError, EnvironmentValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped: no figure is written", file=sys.stderr)
+        return 130
     if args.output:
         figures.append(args.output, found)
     return 0

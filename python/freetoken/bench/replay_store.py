@@ -109,7 +109,9 @@ class Writer:
             save_file(tensors, self._part / f"{self._calls[-1]['step']}.safetensors")
 
     def finish(self, facts: Mapping[str, Any]) -> int:
-        """Write the description with ``facts``; returns the number of calls."""
+        """Write the description with ``facts``; returns the number of calls. :class:`StartupError` where there was none."""
+        if not self._calls:
+            raise StartupError("the run made no call of these ops in these layers: nothing is recorded")
         text = json.dumps({"format": FORMAT, **facts, "calls": self._calls})
         (self._part / DESCRIPTION).write_text(text, encoding="utf-8")
         self._part.rename(self._path)
