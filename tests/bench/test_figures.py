@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from freetoken.bench import figures, summary
+from freetoken.bench import cli, figures, summary
 
 
 def git(folder: Path, *words: str) -> None:
@@ -101,3 +103,11 @@ def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_folder_names(name: str, folder: str) -> None:
     assert figures.folder_name(name) == folder
+
+
+def test_a_benchmark_that_is_stopped_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+        raise KeyboardInterrupt
+
+    assert cli.entry(argparse.Namespace(output=str(tmp_path / "o.jsonl")), run) == 130
+    assert capsys.readouterr().err == "stopped: no figure is written\n" and not list(tmp_path.iterdir())

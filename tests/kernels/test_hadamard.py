@@ -253,6 +253,14 @@ def test_heads_and_blocks_that_no_kernel_takes_go_to_the_reference() -> None:
     )
 
 
+def test_rows_of_an_interleaved_table_are_refused() -> None:
+    """They lie in pieces: the kernel would take others."""
+    codes, scales = torch.zeros(8, 32, dtype=torch.uint8, device=DEVICE), torch.ones(8, 1, device=DEVICE).half()
+    table = PQ2Weight(codes, scales, interleaved=True)
+    with pytest.raises(ValueError, match="not interleaved"):
+        triton.embed(torch.tensor([1], device=DEVICE), table, None, 1, torch.float32)
+
+
 @pytest.mark.parametrize(("width", "block", "group"), [(384, 128, 128), (256, 1, 64), (1280, 256, 64)])
 def test_embedding_rows(width: int, block: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(0, 256, (9, width // 4), dtype=torch.uint8, device=DEVICE)
