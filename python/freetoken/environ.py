@@ -52,8 +52,9 @@ TABLE: tuple[EnvVar, ...] = (
         "FREETOKEN_HIDE_SMALL_GEMM",
         "bool",
         "1",
-        "Run a small dense product under a two-bit product of the same input, where both are kernels of a GPU that starts kernels early "
-        "(compute capability 9.0 on); `0` runs one after the other.",
+        "Run a small dense product beside a two-bit product of the same input: for one token in the kernel of the norm before both, for "
+        "more under the two-bit product, where both are kernels of a GPU that starts kernels early (compute capability 9.0 on); `0` runs "
+        "one after the other.",
     ),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),

@@ -38,17 +38,21 @@ def rotate_case(
     )
 
 
-def norm_case(name: str, group: int, warps: int, tiles: int, *, early: bool = False, tiled: bool = False) -> KernelCase:
+def norm_case(
+    name: str, group: int, warps: int, tiles: int, *, early: bool = False, tiled: bool = False, beside: int = 0
+) -> KernelCase:
     inputs = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*fp32", "signs_ptr": "*i8"}
-    after = {"sum_ptr": "*bf16", "plain_ptr": "*bf16", "eps": "fp32", "halves": "i32"}
+    beside_types = {"beside_ptr": "*bf16", "beside_out_ptr": "*bf16"}
+    after = {"sum_ptr": "*bf16", "plain_ptr": "*bf16", **beside_types, "eps": "fp32", "halves": "i32"}
     constexprs = {
         **GEOMETRY,
         "width": 5120,
         "TILES": tiles,
         "GROUP": group,
         "HAS_RESIDUAL": True,
-        "PLAIN": True,
+        "PLAIN": not beside,
         "TILED": tiled,
+        "BESIDE": beside,
         "EARLY": early,
     }
     return KernelCase(
@@ -69,6 +73,8 @@ CASES = [
     rotate_case("rows of a table", "table", 5120, 0, 4, inverse=True),
     norm_case("norm, one token", 128, 4, 1),
     norm_case("norm, one token, early", 128, 4, 1, early=True),
+    norm_case("norm, one token, a product beside", 128, 4, 1, beside=96),
+    norm_case("norm, one token, a product beside, early", 128, 4, 1, early=True, beside=96),
     norm_case("norm, several tokens", 128, 4, 1, tiled=True),
     norm_case("norm, many tokens", 128, 2, 5),
 ]

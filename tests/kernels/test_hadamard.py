@@ -186,6 +186,49 @@ def test_norm_kernel(tokens: int, width: int, block: int, residual: bool, monkey
             assert floats.plain is None and relative_rms(floats.activation, unsigned) < checking.RELATIVE_RMS[dtype]
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "block", "rows"), [(1, 1280, 256, 5), (2, 384, 128, 3), (1, 256, 1, 1)])
+def test_norm_kernel_with_a_product_beside(
+    tokens: int, width: int, block: int, rows: int, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is rotated is what it is without, bit for bit; the product is that of the plain output, in float64."""
+    for dtype, weight_type in ((torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16,) * 2):
+        x = (torch.randn(tokens, width) * 3).to(DEVICE, dtype)
+        other = torch.randn(tokens, width).to(DEVICE, dtype) if residual else None
+        weight, signs = torch.randn(width).to(DEVICE, weight_type), signs_of(width)
+        narrow = torch.randn(rows, width).to(DEVICE, dtype)
+        plain = reference.norm(x, weight, EPS, signs, block, 64, other, plain=True).plain
+        assert plain is not None
+        wanted = plain.double() @ narrow.double().t()
+        slow = reference.norm(x, weight, EPS, signs, block, 64, other, beside=narrow)
+        assert slow.plain is None and slow.beside is not None and slow.beside.dtype == dtype
+        assert relative_rms(slow.beside, wanted) < checking.RELATIVE_RMS[dtype]
+        for config in (RotateConfig(4, 1), RotateConfig(2, 0)):
+            without = triton.norm(x, weight, EPS, signs, block, 64, other, config=config)
+            with poisoned_outputs(monkeypatch):
+                found = triton.norm(x, weight, EPS, signs, block, 64, other, beside=narrow, config=config)
+            assert same_integers(found.activation, without.activation)
+            assert torch.equal(found.residual, without.residual) and found.plain is None and without.beside is None
+            assert found.beside is not None and found.beside.shape == (tokens, rows) and found.beside.dtype == dtype
+            assert relative_rms(found.beside, wanted) < checking.RELATIVE_RMS[dtype]
+
+
+def test_what_joins() -> None:
+    """One token whose row a program can hold; anything else goes to the reference, with the same result."""
+    op, slow = (Hadamard(choice("hadamard", impl)) for impl in ("triton", "reference"))
+    few = Hadamard(choice("hadamard", "triton"), RotateConfig(1, 1))
+    x = torch.randn(2, 5120, device=DEVICE)
+    turned, plain = Rotation(1024, signs_of(5120)), Rotation()
+    assert (
+        op.joins(x[:1], turned) and op.joins(x[:1], plain) and not op.joins(x, turned) and not op.joins(x[:0], turned)
+    )
+    assert not slow.joins(x[:1], turned) and not few.joins(x[:1], turned) and few.joins(x[:1, :2048], plain)
+    assert not op.joins(torch.randn(1, 16384, device=DEVICE), Rotation(16384))
+    weight, narrow = torch.rand(5120, device=DEVICE), torch.randn(2, 5120, device=DEVICE)
+    made = op.norm(x, weight, EPS, turned, 128, plain=True, beside=narrow)
+    assert made.plain is not None and made.beside is not None and torch.equal(made.beside, made.plain @ narrow.t())
+
+
 @pytest.mark.parametrize(("heads", "head", "block"), [(10, 128, 256), (3, 128, 128), (24, 16, 32)])
 def test_gated_kernels(heads: int, head: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width = 2, heads * head
@@ -282,6 +325,12 @@ def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     op, turned = Hadamard(choice("hadamard", "check")), Rotation(64)
     x, weight = torch.randn(2, 128, device=DEVICE), torch.randn(128, device=DEVICE)
     op.rotate(x, turned, 128), op.rotate(x, turned, 0), op.norm(x, weight, EPS, turned, 128, x, plain=True)
+    op.norm(x[:1], weight, EPS, turned, 128, beside=x)
+    linear = torch.nn.functional.linear
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", lambda x, weight: linear(x, weight) * 1.01)
+        with pytest.raises(KernelCheckError, match="hadamard: the product beside differs"):
+            op.norm(x[:1], weight, EPS, turned, 128, beside=x)
     transform = reference.transform
     monkeypatch.setattr(reference, "transform", lambda x, block: transform(x, block) * 1.01)
     calls = (

@@ -188,3 +188,42 @@ def test_a_product_under_another_replays_bit_for_bit(tokens: int) -> None:
         assert bool(torch.isfinite(expected).all())
         for actual in (eager, *outputs):
             assert torch.equal(actual, expected)
+
+
+def test_a_chain_of_norms_that_make_the_product_beside() -> None:
+    """One token: replays equal eager calls with ever new inputs, and the product that of a kernel of its own."""
+    rotate, packed = Hadamard(choice("hadamard", "triton")), PQ2Product(*(choice("pq2", "triton") for _ in range(2)))
+    gemm = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
+    layers = [
+        (random_weight(16384, HIDDEN, "cuda"), random(128, HIDDEN) * HIDDEN**-0.5, random_weight(HIDDEN, 128, "cuda"))
+        for _ in range(6)
+    ]
+    turned, weight, x = rotation(HIDDEN), torch.rand(HIDDEN, device="cuda") + 0.5, random(1, HIDDEN)
+    assert rotate.joins(x, turned) and gemm.joins(x, layers[0][1])
+
+    def chain() -> torch.Tensor:
+        y, residual, made = x, x, []
+        for wide, gates, back in layers:
+            normed = rotate.norm(y, weight, EPS, turned, 128, residual, beside=gates)
+            residual = normed.residual
+            assert normed.beside is not None
+            z = packed.linear(normed.activation, wide, torch.bfloat16)
+            mixed = rotate.sigmoid_mul(z[:, -128:], normed.beside, Rotation(), 128)
+            y = packed.linear(mixed, back, torch.bfloat16)
+            made.append(normed.beside)
+        return torch.cat([*made, residual], 1)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = chain()
+    for _ in range(50):
+        x.copy_(random(1, HIDDEN))
+        expected = chain()
+        output.fill_(float("nan"))
+        graph.replay()
+        assert bool(torch.isfinite(expected).all()) and torch.equal(output, expected)
+    alone = rotate.norm(x, weight, EPS, turned, 128, x, plain=True)
+    joined = rotate.norm(x, weight, EPS, turned, 128, x, beside=layers[0][1])
+    assert alone.plain is not None and joined.beside is not None
+    assert relative_rms(joined.beside, gemm.linear(alone.plain, layers[0][1])) < checking.RELATIVE_RMS[x.dtype]

@@ -245,6 +245,10 @@ def test_what_can_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREETOKEN_HIDE_SMALL_GEMM", "0")
     off = SmallGemm(choice("small_gemm", "triton"), SiluMul(choice("silu_mul", "reference")))
     assert not off.hides(weight[:2], weight)
+    assert gemm.joins(weight[:1], weight) and not gemm.joins(weight[:2], weight)
+    assert not gemm.joins(weight[:1], weight.repeat(5, 1)) and not off.joins(weight[:1], weight)
+    checked = SmallGemm(choice("small_gemm", "check"), SiluMul(choice("silu_mul", "reference")))
+    assert not plain.joins(weight[:1], weight) and not checked.joins(weight[:1], weight)
 
 
 def test_check_mode_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_gates_of_linear_attention_take_plain_activations(
     monkeypatch.setenv(GROUP, "0")
     model = load(open_checkpoint(paths("rotated")))
     mixer = model.layers[0].mixer
-    assert mixer.takes_plain and mixer.gates.feed is None and not model.layers[2].mixer.takes_plain
+    assert mixer.beside is mixer.gates and mixer.gates.feed is None and model.layers[2].mixer.beside is None
     gates = type(mixer.gates).__call__
     feed = mixer.feed
     monkeypatch.setattr(
@@ -272,6 +272,30 @@ def test_gates_of_linear_attention_take_plain_activations(
     )
     ids, logits = expected("rotated")
     assert relative(run(model, ids), logits) > 1e-2
+
+
+def test_gates_that_the_norm_has_made(paths: Paths, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, and no product of their own; with a bias they are left to it."""
+    monkeypatch.setenv(GROUP, "0")
+    model = load(open_checkpoint(paths("rotated")))
+    mixer = model.layers[0].mixer
+    ids, _ = expected("rotated")
+    logits = run(model, ids)
+    assert not mixer.gates.joins(torch.empty(1, 8))
+    called = []
+    linear = SmallGemm.linear
+    monkeypatch.setattr(
+        SmallGemm, "linear", lambda self, x, weight, *more: (called.append(weight), linear(self, x, weight, *more))[1]
+    )
+    monkeypatch.setattr(SmallGemm, "joins", lambda *_: True)
+    monkeypatch.setattr(Hadamard, "joins", lambda *_: True)
+    assert relative(run(model, ids), logits) < 1e-6
+    gates = [layer.mixer.gates.weight for layer in model.layers if layer.mixer.beside is not None]
+    assert gates and not any(weight is gate for weight in called for gate in gates)
+    mixer.gates.bias = torch.zeros(mixer.gates.weight.shape[0])
+    assert not mixer.gates.joins(torch.empty(1, 8))
+    assert relative(run(model, ids), logits) < 1e-6
+    assert any(weight is mixer.gates.weight for weight in called)
 
 
 @pytest.mark.parametrize("bias", [False, True])

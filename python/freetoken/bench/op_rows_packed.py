@@ -88,21 +88,27 @@ def _signs(width: int, device: str) -> torch.Tensor:
 
 
 def rotated_norm(device: str, sizes: Sizes) -> list[Case]:
-    """Residual add, RMSNorm, rotation, quantisation, with and without the plain output."""
+    """Residual add, RMSNorm, rotation, quantisation, with and without the plain output, and for one token with its product beside."""
     width = sizes.packed_hidden
     cases: list[Case] = []
     signs, weight = _signs(width, device), torch.rand(width, device=device) + 0.5
-    for tokens, plain in itertools.product(sizes.tokens, (False, True)):
+    gates = torch.randn(2 * sizes.linear_heads, width, device=device).to(sizes.dtype)
+    for tokens, plain, beside in itertools.product(sizes.tokens, (False, True), (None, gates)):
+        if beside is not None and (plain or tokens != 1):
+            continue
         x, residual = (torch.randn(tokens, width, device=device).to(sizes.dtype) for _ in range(2))
 
-        def call(op: Any, rotation: Any, x: Any = x, residual: Any = residual, plain: bool = plain) -> Tensors:
-            made = op.norm(x, weight, EPS, rotation, GROUP, residual, plain=plain)
-            return (*flat(made.activation), made.residual, *([made.plain] if plain else []))
+        def call(
+            op: Any, rotation: Any, x: Any = x, residual: Any = residual, plain: bool = plain, beside: Any = beside
+        ) -> Tensors:
+            made = op.norm(x, weight, EPS, rotation, GROUP, residual, plain=plain, beside=beside)
+            more = [part for part in (made.plain, made.beside) if part is not None]
+            return (*flat(made.activation), made.residual, *more)
 
-        moved = (3 + plain) * x.numel() * x.element_size() + 4 * width
+        moved = (3 + plain) * x.numel() * x.element_size() + 4 * width + (0 if beside is None else beside.nbytes)
         made = _producers(sizes, width, moved, tokens, call, signs)
         for case in made if plain else made[:1]:
-            case.shape["plain"] = int(plain)
+            case.shape |= {"plain": int(plain), "beside": 0 if beside is None else beside.shape[0]}
             cases.append(case)
     return cases
 

@@ -11,7 +11,7 @@ from freetoken.kernels.rms_norm import RmsNorm
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import SmallGemm
 from freetoken.models.config import ModelConfig
-from freetoken.models.layers import ColumnLinear, Embedding, GatedLinear, Norm, OutputHead, Placement, RowLinear
+from freetoken.models.layers import ColumnLinear, Embedding, GatedLinear, Linear, Norm, OutputHead, Placement, RowLinear
 from freetoken.models.packed import (
     Feed,
     FeedingNorm,
@@ -96,9 +96,14 @@ class Builder:
         return Norm(self._norm, place, name, size, c.rms_norm_eps, zero_centred=centred, float32=float32)
 
     def norm_before(
-        self, place: Placement, name: str, size: int, feed: Feed | None, plain: bool = False
+        self,
+        place: Placement,
+        name: str,
+        size: int,
+        feed: Feed | None,
+        beside: Linear | PackedLinear | None = None,
     ) -> Norm | FeedingNorm:
-        """A norm before projections with ``feed``; ``plain`` says that some beside them have none."""
+        """A norm before projections with ``feed``, and ``beside``, which takes plain activations."""
         if feed is None:
             return self.norm(place, name, size)
         c = self._config
@@ -109,7 +114,7 @@ class Builder:
             size,
             c.rms_norm_eps,
             feed=feed,
-            plain=plain,
+            beside=beside,
             zero_centred=c.zero_centred_norm,
             float32=c.float32_norm,
         )

@@ -16,7 +16,7 @@ from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import SmallGemm
 from freetoken.models.build import Builder
 from freetoken.models.config import ModelConfig
-from freetoken.models.layers import ColumnLinear, Placement, Slot, Weighted, load
+from freetoken.models.layers import ColumnLinear, Linear, Placement, Slot, Weighted, load
 from freetoken.models.moe import MoeBlock, MoeOps
 from freetoken.models.packed import Fed, Feed, PackedHead, PackedLinear
 from freetoken.models.rope import rotary_table
@@ -52,10 +52,10 @@ class Pass:
 class Mixer(Protocol):
     """The part of a layer that looks at other tokens.
 
-    Its input comes through ``feed``, where that is not ``None``: a :class:`Fed`, with the plain activations where ``takes_plain``.
+    Its input comes through ``feed``, where that is not ``None``: a :class:`Fed`, with what its part ``beside`` takes or makes.
     """
 
-    takes_plain: bool
+    beside: Linear | PackedLinear | None
 
     @property
     def feed(self) -> Feed | None:
@@ -101,7 +101,7 @@ def _norm_choice(config: ModelConfig, kind: str) -> Choice:
 class Attention:
     """Causal attention over paged KV; ``kv_layer`` counts the layers that have KV."""
 
-    takes_plain = False
+    beside: Linear | PackedLinear | None = None
 
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, name: str, kv_layer: int) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -199,7 +199,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, ops: Ops, place: Placement, index: int, mixer: Mixer, mlp: Mlp) -> None:
         prefix = f"model.layers.{index}"
         hidden, build = config.hidden_size, ops.build
-        self.input_norm = build.norm_before(place, f"{prefix}.input_layernorm", hidden, mixer.feed, mixer.takes_plain)
+        self.input_norm = build.norm_before(place, f"{prefix}.input_layernorm", hidden, mixer.feed, mixer.beside)
         self.mixer = mixer
         self.post_norm = build.norm_before(place, f"{prefix}.post_attention_layernorm", hidden, mlp.feed)
         self.mlp = mlp

@@ -109,10 +109,11 @@ class GatedDeltaNet:
         gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
         self.widths = [linear.channels, linear.value_size, heads, heads]
         # Gates stay out of FP8 and of 2 bits, and then cannot be part of the same product.
-        self.takes_plain = build.packing(wide, hidden) is not None
-        apart = self.takes_plain or place.holds_fp8(wide)
+        packed = build.packing(wide, hidden) is not None
+        apart = packed or place.holds_fp8(wide)
         self.projection = build.column(place, wide if apart else wide | gates, hidden)
         self.gates = build.column(place, gates, hidden) if apart else None
+        self.beside = self.gates if packed else None
         self.weights = GdnWeights(linear, place, name)
         self.out = build.row(place, f"{name}.out_proj", hidden, linear.value_size)
 

@@ -141,6 +141,10 @@ class Linear:
         """Whether :meth:`under` can take ``x``."""
         return isinstance(self._gemm, SmallGemm) and self._gemm.hides(x, self.weight)
 
+    def joins(self, x: torch.Tensor) -> bool:
+        """Whether the kernel that makes an input like ``x`` may make this product, too."""
+        return self.bias is None and isinstance(self._gemm, SmallGemm) and self._gemm.joins(x, self.weight)
+
     def under(self, x: torch.Tensor) -> torch.Tensor:
         """The same at the time of the kernel launched right before, by :meth:`SmallGemm.linear_under`."""
         y: torch.Tensor = self._gemm.linear_under(x, self.weight, self.bias)

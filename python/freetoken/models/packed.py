@@ -29,10 +29,12 @@ CODE_BITS = (0, 2, 4, 6)
 
 @dataclass(frozen=True)
 class Fed:
-    """Input of projections behind one feed: ``taken`` by packed ones, ``plain [T, K]`` by others (``None`` without any)."""
+    """Input of projections behind one feed: ``taken`` by packed ones, ``plain [T, K]`` by another (``None`` without any), whose output
+    ``product [T, N]`` is there instead where the norm has made that, too."""
 
     taken: Activation
     plain: torch.Tensor | None = None
+    product: torch.Tensor | None = None
 
 
 class Feed:
@@ -55,11 +57,20 @@ class Feed:
         return Fed(self.op.rotate(x, *self._how(x)))
 
     def norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, *, plain: bool
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        *,
+        beside: Linear | PackedLinear | None = None,
     ) -> tuple[Fed, torch.Tensor]:
-        """RMSNorm of ``x``, or of ``x + residual``, and that sum."""
-        normed = self.op.norm(x, weight, eps, *self._how(x), residual, plain=plain)
-        return Fed(normed.activation, normed.plain), normed.residual
+        """RMSNorm of ``x``, or of ``x + residual``, and that sum; also for ``beside``, which takes plain activations."""
+        if isinstance(beside, Linear) and beside.joins(x) and self.op.joins(x, self.rotation):
+            normed = self.op.norm(x, weight, eps, *self._how(x), residual, beside=beside.weight)
+        else:
+            normed = self.op.norm(x, weight, eps, *self._how(x), residual, plain=beside is not None)
+        return Fed(normed.activation, normed.plain, normed.beside), normed.residual
 
     def silu_mul(self, gate_up: torch.Tensor) -> Fed:
         """``silu(gate) * up`` of ``gate_up [T, 2 width]``."""
@@ -160,7 +171,9 @@ class PackedLinear:
         return y if self.bias is None else y.add_(self.bias)
 
     def beside(self, fed: Fed, small: Linear | PackedLinear) -> tuple[torch.Tensor, torch.Tensor]:
-        """This product, and that of ``small`` with the plain activations, which runs under it where it can."""
+        """This product, and that of ``small`` with the plain activations, which runs under it where it can, or has been made."""
+        if fed.product is not None:
+            return self(fed), fed.product
         if fed.plain is None:
             raise ValueError("a product beside a packed one takes plain activations, and the norm made none")
         if self.bias is None and leads(fed.taken) and isinstance(small, Linear) and small.hides(fed.plain):
@@ -212,7 +225,7 @@ class PackedGated(PackedLinear):
 
 
 class FeedingNorm(Norm):
-    """A norm before packed projections; ``plain`` says that others take its output, too."""
+    """A norm before packed projections; ``beside`` takes its output as it is."""
 
     def __init__(
         self,
@@ -223,19 +236,19 @@ class FeedingNorm(Norm):
         eps: float,
         *,
         feed: Feed,
-        plain: bool,
+        beside: Linear | PackedLinear | None,
         zero_centred: bool = False,
         float32: bool = False,
     ) -> None:
         super().__init__(op, place, name, size, eps, zero_centred=zero_centred, float32=float32)
         self._feed = feed
-        self._plain = plain
+        self._beside = beside
 
     def __call__(self, x: torch.Tensor) -> Fed:  # type: ignore[override]
-        return self._feed.norm(x, self.weight, self._eps, None, plain=self._plain)[0]
+        return self._feed.norm(x, self.weight, self._eps, None, beside=self._beside)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Fed, torch.Tensor]:  # type: ignore[override]
-        return self._feed.norm(x, self.weight, self._eps, residual, plain=self._plain)
+        return self._feed.norm(x, self.weight, self._eps, residual, beside=self._beside)
 
 
 class PackedEmbedding:

@@ -10,7 +10,7 @@ import torch
 from freetoken.kernels import checking
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.hadamard import reference
-from freetoken.kernels.hadamard.config import LARGEST_BLOCK, RotateConfig, candidates, pick_config, tile_of
+from freetoken.kernels.hadamard.config import LARGEST_BLOCK, RotateConfig, candidates, holds_row, pick_config, tile_of
 from freetoken.kernels.hadamard.reference import Activation, Normed, Rotation, rotate, unrotate
 from freetoken.kernels.pq2_gemv.weight import PQ2Weight
 
@@ -64,19 +64,32 @@ class Hadamard:
         residual: torch.Tensor | None = None,
         *,
         plain: bool = False,
+        beside: torch.Tensor | None = None,
     ) -> Normed:
-        """RMSNorm of ``x [T, H]``, or of ``x + residual``; contiguous. With ``plain`` the normed input is returned, too."""
+        """RMSNorm of ``x [T, H]``, or of ``x + residual``; contiguous. With ``plain`` the normed input is returned, too, and with
+        ``beside [N, H]`` the product of the two: one kernel where :meth:`joins` says so."""
         arguments = (x, weight, eps, rotation.signs, rotation.block, group, residual)
-        if not self._fits(rotation):
-            return reference.norm(*arguments, plain=plain)
-        actual: Normed = self._fused.norm(*arguments, plain=plain, config=self._config)
+        if not self._fits(rotation) or (beside is not None and not self.joins(x, rotation)):
+            return reference.norm(*arguments, plain=plain, beside=beside)
+        actual: Normed = self._fused.norm(*arguments, plain=plain, beside=beside, config=self._config)
         if self._checked:
-            expected = reference.norm(*arguments, plain=plain)
+            expected = reference.norm(*arguments, plain=plain, beside=beside)
             self._compare(actual.activation, expected.activation)
             checking.require_close("hadamard", "the residual sum", actual.residual, expected.residual)
             if actual.plain is not None and expected.plain is not None:
                 checking.require_close("hadamard", "the plain output", actual.plain, expected.plain)
+            if actual.beside is not None and expected.beside is not None:
+                bound = checking.RELATIVE_RMS[x.dtype]
+                checking.require_close("hadamard", "the product beside", actual.beside, expected.beside, bound)
         return actual
+
+    def joins(self, x: torch.Tensor, rotation: Rotation) -> bool:
+        """Whether :meth:`norm` of ``x`` makes the product of a narrow weight and the normed input in the same kernel: for one token, whose
+        separate product would be all latency."""
+        if x.shape[0] != 1 or not self._fits(rotation):
+            return False
+        tile = tile_of(x.shape[1], rotation.block)
+        return holds_row(x.shape[1], self._config or pick_config(1, x.shape[1], tile))
 
     def silu_mul(self, gate_up: torch.Tensor, rotation: Rotation, group: int) -> Activation:
         """``silu(gate) * up`` of ``gate_up [T, 2F]``, gate first."""

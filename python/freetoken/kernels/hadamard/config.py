@@ -32,6 +32,11 @@ def pick_config(tokens: int, width: int, tile: int) -> RotateConfig:
     return RotateConfig(max(1, min(16, tile // (256 if few else 512))), 1 if few else 0)
 
 
+def holds_row(width: int, config: RotateConfig) -> bool:
+    """Whether a program keeps a whole row and two rows of weights in registers: 64 elements a thread of each."""
+    return width <= 2048 * config.num_warps
+
+
 def candidates(tokens: int, width: int, tile: int) -> list[RotateConfig]:
     """Settings worth timing, the default first."""
     found = [pick_config(tokens, width, tile)]

@@ -38,11 +38,13 @@ class Rotation:
 @dataclass(frozen=True)
 class Normed:
     """``activation`` is rotated; ``residual`` the new residual stream ``[T, H]``; ``plain``, where asked for, the normed input
-    without signs, rotation and quantisation, in the type of the input."""
+    without signs, rotation and quantisation, in the type of the input; ``beside [T, N]`` the product of that with a narrow
+    weight, where one was given."""
 
     activation: Activation
     residual: torch.Tensor
     plain: torch.Tensor | None
+    beside: torch.Tensor | None = None
 
 
 def require_shape(width: int, signs: torch.Tensor | None, block: int) -> None:
@@ -112,18 +114,21 @@ def norm(
     residual: torch.Tensor | None = None,
     *,
     plain: bool = False,
+    beside: torch.Tensor | None = None,
 ) -> Normed:
     """RMSNorm of ``x [T, H]``, or of ``x + residual`` rounded to the type of ``x``, then :func:`produce`.
 
     As in :func:`freetoken.kernels.rms_norm.reference.rms_norm`, the normalised value is rounded to the type of ``weight [H]`` before
-    the weight multiplies it.
+    the weight multiplies it. ``beside [N, H]``, of the type of ``x``, is a weight that takes the plain output.
     """
     total = x if residual is None else x + residual
     wide = _wide(total)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scaled = normal.to(weight.dtype).to(wide.dtype) * weight.to(wide.dtype)
     activation = produce(scaled, signs, block, group, x.dtype)
-    return Normed(activation, total, scaled.to(x.dtype) if plain else None)
+    rounded = scaled.to(x.dtype)
+    product = None if beside is None else torch.nn.functional.linear(rounded, beside)
+    return Normed(activation, total, rounded if plain else None, product)
 
 
 def silu_mul(gate_up: torch.Tensor, signs: torch.Tensor | None, block: int, group: int) -> Activation:

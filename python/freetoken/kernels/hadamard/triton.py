@@ -183,33 +183,14 @@ def _weights(weight_ptr, signs_ptr, column, width, HAS_SIGNS: tl.constexpr):
     return weight, weight
 
 
-@triton.jit(do_not_specialize=["halves"])
-def norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    signs_ptr,
-    values_ptr,
-    scales_ptr,
-    sums_ptr,
-    sum_ptr,
-    plain_ptr,
-    eps,
-    halves,
-    width: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    STEPS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TILED: tl.constexpr,
+@triton.jit
+def _normed_tiles(
+    x_ptr, residual_ptr, weight_ptr, signs_ptr, values_ptr, scales_ptr, sums_ptr, sum_ptr, plain_ptr, eps, halves,
+    width: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SIGNS: tl.constexpr, PLAIN: tl.constexpr, TILED: tl.constexpr,
     EARLY: tl.constexpr,
-):
-    """Grid ``(ceil(width / (TILE * TILES)), T)``: a program rotates ``TILES`` tiles of one row and reads the whole row for its
-    sum of squares. All rows are contiguous; the new residual is another buffer than the old one, which others still read."""
+):  # fmt: skip
+    """``TILES`` tiles of one row: residual add, norm, rotation, quantisation."""
     ALL: tl.constexpr = (width + TILE - 1) // TILE
     lane = tl.arange(0, TILE)
     token = tl.program_id(1).to(tl.int64)
@@ -218,7 +199,6 @@ def norm_kernel(
     # A program of one tile asks for its weights while the kernel before still runs; they are seldom in the cache.
     weight, signs = _weights(weight_ptr, signs_ptr, first * TILE + lane, width, HAS_SIGNS)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros((TILE,), tl.float32)
     for tile in tl.range(ALL, loop_unroll_factor=ALL if ALL <= 8 else 4):
@@ -239,6 +219,92 @@ def norm_kernel(
             tl.store(plain_ptr + row + column, normal.to(plain_ptr.dtype.element_ty), mask=inside)
         z = _transform(normal * signs if HAS_SIGNS else normal, TILE, STEPS, FACTOR)
         _emit(z, token, tile * TILE, width, values_ptr, scales_ptr, sums_ptr, halves, TILE, GROUP, TILED)
+
+
+@triton.jit
+def _beside(
+    x_ptr, residual_ptr, weight_ptr, beside_ptr, out_ptr, eps, index,
+    width: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Output ``index`` of the product of one normed row with ``beside [N, width]``. All weights are asked for before the wait, by loads
+    that the assembler does not move behind it, and the row is read once."""
+    ALL: tl.constexpr = (width + TILE - 1) // TILE
+    lane = tl.arange(0, TILE)
+    token = tl.program_id(1).to(tl.int64)
+    asked = ()
+    for tile in tl.static_range(ALL):
+        column = tile * TILE + lane
+        inside = column < width
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0, volatile=True)
+        asked += ((weight, tl.load(beside_ptr + index * width + column, mask=inside, other=0.0, volatile=True)),)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    squares = tl.zeros((TILE,), tl.float32)
+    row = ()
+    for tile in tl.static_range(ALL):
+        column = tile * TILE + lane
+        x = _summed(x_ptr, residual_ptr, token * width + column, column < width, HAS_RESIDUAL)
+        squares += x * x
+        row += (x,)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)
+    products = tl.zeros((TILE,), tl.float32)
+    for tile in tl.static_range(ALL):
+        weight, other = asked[tile]
+        normal = (row[tile] * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
+        products += normal.to(x_ptr.dtype.element_ty).to(tl.float32) * other.to(tl.float32)
+    tl.store(out_ptr + token * N + index, tl.sum(products, axis=0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["halves"])
+def norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    signs_ptr,
+    values_ptr,
+    scales_ptr,
+    sums_ptr,
+    sum_ptr,
+    plain_ptr,
+    beside_ptr,
+    beside_out_ptr,
+    eps,
+    halves,
+    width: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TILED: tl.constexpr,
+    BESIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid ``(ceil(width / (TILE * TILES)) + BESIDE, T)``: a program rotates ``TILES`` tiles of one row and reads the whole row for its
+    sum of squares; ``BESIDE`` more each make one output of a product with the normed row. All rows are contiguous; the new residual
+    is another buffer than the old one, which others still read."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if BESIDE > 0:
+        ROTATING: tl.constexpr = (width + TILE * TILES - 1) // (TILE * TILES)
+        if tl.program_id(0) >= ROTATING:
+            _beside(
+                x_ptr, residual_ptr, weight_ptr, beside_ptr, beside_out_ptr, eps, tl.program_id(0) - ROTATING,
+                width, BESIDE, TILE, HAS_RESIDUAL, EARLY,
+            )  # fmt: skip
+        else:
+            _normed_tiles(
+                x_ptr, residual_ptr, weight_ptr, signs_ptr, values_ptr, scales_ptr, sums_ptr, sum_ptr, plain_ptr, eps,
+                halves, width, TILES, TILE, STEPS, FACTOR, GROUP, HAS_RESIDUAL, HAS_SIGNS, PLAIN, TILED, EARLY,
+            )  # fmt: skip
+    else:
+        _normed_tiles(
+            x_ptr, residual_ptr, weight_ptr, signs_ptr, values_ptr, scales_ptr, sums_ptr, sum_ptr, plain_ptr, eps,
+            halves, width, TILES, TILE, STEPS, FACTOR, GROUP, HAS_RESIDUAL, HAS_SIGNS, PLAIN, TILED, EARLY,
+        )  # fmt: skip
 
 
 def _output(tokens: int, width: int, group: int, like: torch.Tensor, dtype: torch.dtype) -> Activation:
@@ -369,14 +435,17 @@ def norm(
     residual: torch.Tensor | None = None,
     *,
     plain: bool = False,
+    beside: torch.Tensor | None = None,
     config: RotateConfig | None = None,
 ) -> Normed:
-    """As :func:`freetoken.kernels.hadamard.reference.norm`; ``x`` and ``residual`` contiguous."""
+    """As :func:`freetoken.kernels.hadamard.reference.norm`; ``x``, ``residual`` and ``beside`` contiguous."""
     tokens, width = x.shape
     require_shape(width, signs, block)
     output = _output(tokens, width, group, x, x.dtype)
     total = x if residual is None else torch.empty_like(x)
     normal = torch.empty_like(x) if plain else None
+    rows = 0 if beside is None else beside.shape[0]
+    product = None if beside is None else torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if tokens > 0:
         settings = _shape_settings(width, block, group)
         tile = int(settings["TILE"])
@@ -385,7 +454,7 @@ def norm(
         per_program = min(config.tiles or tiles, tiles)
         early = launch.early(x)
         values, scales, sums, halves = _buffers(output)
-        norm_kernel[(triton.cdiv(tiles, per_program), tokens)](
+        norm_kernel[(triton.cdiv(tiles, per_program) + rows, tokens)](
             x,
             x if residual is None else residual,
             weight,
@@ -395,6 +464,8 @@ def norm(
             sums,
             total,
             x if normal is None else normal,
+            x if beside is None else beside,
+            x if product is None else product,
             eps,
             halves,
             width=width,
@@ -404,10 +475,11 @@ def norm(
             HAS_SIGNS=signs is not None,
             PLAIN=plain,
             TILED=halves > 0,
+            BESIDE=rows,
             EARLY=early,
             launch_pdl=early,
             num_warps=config.num_warps,
             enable_fp_fusion=False,
             **settings,
         )
-    return Normed(output, total, normal)
+    return Normed(output, total, normal, product)

@@ -9,7 +9,7 @@ from freetoken.kernels import checking, launch
 from freetoken.kernels.dispatch import Choice
 from freetoken.kernels.silu_mul import SiluMul
 from freetoken.kernels.small_gemm import reference
-from freetoken.kernels.small_gemm.configs import MAX_TOKENS, GemmConfig, candidates, max_tokens, pick_config
+from freetoken.kernels.small_gemm.configs import MAX_TOKENS, NARROW, GemmConfig, candidates, max_tokens, pick_config
 from freetoken.kernels.small_gemm.host import HostProduct
 
 __all__ = ["MAX_TOKENS", "GemmConfig", "SmallGemm", "candidates", "max_tokens", "pick_config"]
@@ -53,6 +53,10 @@ class SmallGemm:
         One token goes its own way: its kernel is so short that the later launch of what follows costs more than it takes.
         """
         return self._hiding and x.shape[0] > 1 and self._fits(x, weight) and launch.early(x)
+
+    def joins(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the kernel that makes ``x`` may make this product, too: the weight is narrow, and the same switch says so."""
+        return self._hiding and self._fused and not self._checked and x.shape[0] == 1 and weight.shape[0] <= NARROW
 
     def linear(
         self,
