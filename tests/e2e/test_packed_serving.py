@@ -134,7 +134,7 @@ def test_a_server_on_a_file(hybrid: Path) -> None:
         assert packed == {"matrices": 21, "groups": [128], "rotated": 21, "block": 128}
         body = {
             "model": "tiny",
-            "messages": [{"role": "user", "content": "Count to ten. " * 20}],
+            "messages": [{"role": "user", "content": "Count to ten. " * 40}],
             "max_tokens": 8,
             "ignore_eos": True,
         }

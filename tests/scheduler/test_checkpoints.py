@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def test_short_prompts_and_short_gains_are_not_worth_a_checkpoint() -> None:
     assert serve(h, "enough", prompt(1, least + 1)) == 0
     assert serve(h, "little more", prompt(1, least + 40)) == least
     assert h.runner.snapshots == [("enough", least)]
+
+
+def test_on_a_gpu_the_end_of_a_short_prompt_is_not_worth_a_pass() -> None:
+    h = Harness(replace(make_config(), device="cuda"), num_pages=1000, max_rows=16, state_blocks=64)
+    least = policy.END_TOKENS
+    assert serve(h, "short", prompt(0, least)) == 0
+    assert h.runner.snapshots == []
+    assert serve(h, "parts", [*prompt(0, 128), 1, 2]) == 0
+    assert h.runner.snapshots == [("parts", 128)]
+    assert serve(h, "enough", prompt(1, least + 1)) == 0
+    assert h.runner.snapshots[1:] == [("enough", least)]
 
 
 @BOTH

@@ -113,3 +113,24 @@ def test_checkpoint_positions(
     start: int, end: int, junction: int, interval: int, blocks: int, expected: list[int]
 ) -> None:
     assert policy.checkpoint_positions(start, end, junction, interval, blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "junction", "end_tokens", "expected"),
+    [
+        (0, 255, 0, 256, []),
+        (0, 256, 0, 256, [256]),
+        (0, 112, 0, 32, [112]),
+        (0, 63, 0, 32, []),
+        (512, 767, 0, 256, []),
+        (512, 768, 0, 256, [768]),
+        (0, 300, 100, 256, [100]),
+        (0, 1200, 0, 256, [1024, 1200]),
+        (0, 1272, 1024, 256, [1024]),
+        (0, 1280, 1024, 256, [1024, 1280]),
+    ],
+)
+def test_the_end_of_a_prompt_may_have_to_spare_more(
+    start: int, end: int, junction: int, end_tokens: int, expected: list[int]
+) -> None:
+    assert policy.checkpoint_positions(start, end, junction, 1024, 100, end_tokens) == expected

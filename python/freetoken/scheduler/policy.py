@@ -44,6 +44,10 @@ CHECKPOINT_TOKENS = 64
 """A checkpoint of recurrent state must spare at least this much prefill: each costs a piece of its own, a copy of all the
 state of a request and its place in host memory."""
 
+END_TOKENS = 256
+"""The same on a GPU for the checkpoint at a prompt's end, which may never be used: a piece of its own is a forward pass more before the
+first token, and launching one takes as long as computing some hundred tokens."""
+
 CHECKPOINT_SHARE = 4
 """One prompt may take a quarter of all checkpoint blocks; a longer one gets them at a multiple of the interval, so that it
 does not drive out everything else and its own beginning."""
@@ -65,19 +69,21 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def checkpoint_positions(start: int, end: int, junction: int, interval: int, blocks: int) -> list[int]:
+def checkpoint_positions(
+    start: int, end: int, junction: int, interval: int, blocks: int, end_tokens: int = 0
+) -> list[int]:
     """Where the state of a prompt is kept, rising, in ``(start, end]``: at its end, its junction and between.
 
     ``start`` is where the prompt resumes, ``end`` the last page border that leaves a token to compute, ``junction`` the
     border where it parts from a stored path (0 for none), ``interval`` a multiple of the page size and ``blocks`` how many
-    checkpoints there can be in all. Positions are ``CHECKPOINT_TOKENS`` apart: the junction goes before the end, and both
-    before those between.
+    checkpoints there can be in all. Positions are ``CHECKPOINT_TOKENS`` apart, the end ``end_tokens`` from what is before it where
+    that is more: the junction goes before the end, and both before those between.
     """
     if blocks < 1:
         return []
     fixed = [start]
-    for position in (junction, end):
-        if position - fixed[-1] >= CHECKPOINT_TOKENS:
+    for position, least in ((junction, CHECKPOINT_TOKENS), (end, max(CHECKPOINT_TOKENS, end_tokens))):
+        if position - fixed[-1] >= least:
             fixed.append(position)
     most = max(1, blocks // CHECKPOINT_SHARE)
     stride = interval * max(1, pages_for(end - start, interval * most), pages_for(CHECKPOINT_TOKENS, interval))

@@ -48,6 +48,7 @@ class PrefixCache:
         self._pages = pages
         self._page_size = config.page_size
         self._interval = config.state_checkpoint_interval
+        self._end_tokens = policy.END_TOKENS if config.device == "cuda" else 0
 
     # --- waiting requests --------------------------------------------------------------------------------------------
 
@@ -161,7 +162,9 @@ class PrefixCache:
             batch.restores.append((req, self.checkpoints.restore(match.node)))
         if self._matches(req):
             end, blocks = self._matchable(req), self.checkpoints.total
-            req.cuts = policy.checkpoint_positions(req.computed, end, match.junction, self._interval, blocks)
+            req.cuts = policy.checkpoint_positions(
+                req.computed, end, match.junction, self._interval, blocks, self._end_tokens
+            )
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
