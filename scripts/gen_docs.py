@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -155,7 +156,34 @@ AB_HEAD = (
 )  # fmt: skip
 
 
-def benchmarks_page(found: list[dict[str, Any]]) -> str:
+def load_checks(folder: Path) -> list[dict[str, Any]]:
+    """The committed files of whole checks, in order of their names."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/gpu-check*.json"))]
+
+
+def checks_table(checks: list[dict[str, Any]]) -> str:
+    """What ``scripts/gpu_check.sh`` has run, and where."""
+    rows = []
+    for check in checks:
+        versions = ", ".join(f"{k} {v}" for k, v in check["versions"].items())
+        taken = "-" if check["seconds"] is None else f"{check['seconds']:,} s"
+        when, failed = check["time"][:16].replace("T", " "), ", ".join(check["failed"]) or "nothing"
+        rows.append(
+            (
+                check["card"],
+                check["driver"] or "-",
+                check["commit"],
+                when,
+                versions,
+                " ".join(check["groups"]),
+                taken,
+                failed,
+            )
+        )
+    return table(("card", "driver", "commit", "ended, UTC", "versions", "groups", "took", "failed"), rows)
+
+
+def benchmarks_page(found: list[dict[str, Any]], checks: list[dict[str, Any]]) -> str:
     """``docs/benchmarks.md``."""
     parts = [
         "# Benchmarks\n",
@@ -181,6 +209,9 @@ def benchmarks_page(found: list[dict[str, Any]]) -> str:
     ]
     if not found:
         parts.append("No figure is committed yet.\n")
+    if checks:
+        parts.append("Runs of `scripts/gpu_check.sh`, whose figures are among those below:\n")
+        parts.append(checks_table(checks))
     places = dict.fromkeys((f["card"], f["model"]) for f in found)
     for card, model in places:
         mine = [f for f in found if (f["card"], f["model"]) == (card, model)]
@@ -241,7 +272,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     makers: dict[str, Callable[[], str]] = {
         "docs/flags.md": flags_page,
         "docs/env.md": env_page,
-        "docs/benchmarks.md": lambda: benchmarks_page(found),
+        "docs/benchmarks.md": lambda: benchmarks_page(found, load_checks(root / "benchmarks" / "results")),
         "README.md": lambda: with_block((root / "README.md").read_text(), readme_block(found), "README.md"),
     }
     return {path: make() for path, make in makers.items()}

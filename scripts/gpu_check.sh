@@ -265,7 +265,7 @@ found=()
 for name in "${files[@]}"; do
     [ -f "$out/$name.jsonl" ] && found+=("$out/$name.jsonl")
 done
-"$python" -m freetoken.bench.summary "${found[@]}" --json "$out/gpu-check.json" --groups $groups --failed "${failed[@]}" ||
+"$python" -m freetoken.bench.summary "${found[@]}" --json "$out/gpu-check.json" --groups $groups --seconds "$SECONDS" --failed "${failed[@]}" ||
     failed+=("summary")
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "The server's last lines:"

@@ -89,6 +89,17 @@ def test_a_changed_page_is_stale(gen_docs: ModuleType, tmp_path: Path) -> None:
     assert gen_docs.stale(tmp_path) == ["docs/env.md"]
 
 
+def test_whole_checks_become_a_table(gen_docs: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "amd-epyc"
+    folder.mkdir()
+    figures.write_check(folder / "gpu-check.json", [], groups=["tests", "ops"], failed=["ops"], seconds=1234)
+    figures.write_check(folder / "gpu-check-ab.json", [], groups=["ab"], failed=[])
+    page = gen_docs.benchmarks_page([], gen_docs.load_checks(tmp_path))
+    rows = [line for line in page.splitlines() if figures.commit() in line]
+    assert len(rows) == 2 and "| tests ops | 1,234 s | ops |" in rows[1] and "| ab | - | nothing |" in rows[0]
+    assert "Runs of" not in gen_docs.benchmarks_page([], [])
+
+
 def test_figures_become_rows(gen_docs: ModuleType, tmp_path: Path) -> None:
     figure = figures.figure(
         "decode one_batch",
@@ -104,7 +115,7 @@ def test_figures_become_rows(gen_docs: ModuleType, tmp_path: Path) -> None:
     figures.append(tmp_path / "card" / "a.jsonl", [figure])
     found = gen_docs.load_figures(tmp_path)
     assert found == [figure]
-    page = gen_docs.benchmarks_page(found)
+    page = gen_docs.benchmarks_page(found, [])
     assert "| decode one_batch | requests 4, depth 1,024 | ms 2, tok_s 2,000 | 9 | 50.0% |" in page
     assert "| 4 | 1,024 deep | 2,000 | 50% |" in gen_docs.readme_block(found)
 

@@ -58,9 +58,11 @@ def test_one_file_of_a_whole_check(tmp_path: Path, capsys: pytest.CaptureFixture
     lines, check = tmp_path / "x.jsonl", tmp_path / "check.json"
     figures.append(lines, [figures.figure("op x", model="m", device="cpu", us=1.23456789)])
     words = ["--json", str(check), "--groups", "tests", "ops"]
-    assert summary.main([str(lines), *words, "--failed", "server start, 2 bits"]) == 0
+    assert summary.main([str(lines), *words, "--seconds", "417", "--failed", "server start, 2 bits"]) == 0
     found = json.loads(check.read_text())
-    assert (found["groups"], found["failed"]) == (["tests", "ops"], ["server start, 2 bits"])
+    assert (found["groups"], found["failed"]) == (["tests", "ops"], ["server start, 2 bits"]) and found[
+        "seconds"
+    ] == 417
     assert found["figures"] == figures.read(lines) and {"card", "driver", "versions", "commit", "time"} <= set(found)
     assert "op x: us 1.235" in capsys.readouterr().out
     assert summary.main([*words, "--failed"]) == 0 and json.loads(check.read_text())["figures"] == []

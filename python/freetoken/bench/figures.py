@@ -130,10 +130,15 @@ def _rounded(value: Any) -> Any:
 
 
 def write_check(
-    path: str | Path, found: Iterable[dict[str, Any]], *, groups: Sequence[str], failed: Sequence[str]
+    path: str | Path,
+    found: Iterable[dict[str, Any]],
+    *,
+    groups: Sequence[str],
+    failed: Sequence[str],
+    seconds: int | None = None,
 ) -> None:
     """One file of a whole check, replaced as a whole: ``card``, ``driver`` (``null`` where unknown), ``time``, ``commit``, ``versions``, the
-    ``groups`` that were run, the parts that ``failed``, and all ``figures``."""
+    ``groups`` that were run, how many ``seconds`` that took (``null`` where unknown), the parts that ``failed``, and all ``figures``."""
     known = versions()
     document = {
         "card": gpu_name() or cpu_name(),
@@ -142,6 +147,7 @@ def write_check(
         "commit": commit(),
         "versions": known,
         "groups": list(groups),
+        "seconds": seconds,
         "failed": list(failed),
         "figures": list(map(_rounded, found)),
     }

@@ -90,12 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="Write card, driver, versions, commit and all figures to this file.")
     parser.add_argument("--groups", nargs="*", default=[], help="What was run, for that file.")
     parser.add_argument("--failed", nargs="*", default=[], help="What of it failed, for that file.")
+    parser.add_argument("--seconds", type=int, help="How long that took, for that file.")
     args = parser.parse_args(argv)
     try:
         for path in args.files:
             found += figures.read(path)
         if args.json:
-            figures.write_check(args.json, found, groups=args.groups, failed=args.failed)
+            figures.write_check(args.json, found, groups=args.groups, failed=args.failed, seconds=args.seconds)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
