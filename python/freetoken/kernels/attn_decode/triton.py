@@ -279,7 +279,7 @@ def attn_decode_triton(
     )
     if config.splits > 1:
         join = join_config(head_dim, config.splits)
-        _join_kernel[(num_heads * triton.cdiv(head_dim, join.width), batch)](
+        _join_kernel[(num_heads * launch.cdiv(head_dim, join.width), batch)](
             partial,
             lse,
             seq_lens,

@@ -49,7 +49,7 @@ def dequantise(weight: Fp8Weight, dtype: torch.dtype, *, native: bool | None = N
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     block_n = ELEMENTS // BLOCK
     early = launch.early(weight.data)
-    dequantise_kernel[(triton.cdiv(n, block_n), triton.cdiv(k, BLOCK))](
+    dequantise_kernel[(launch.cdiv(n, block_n), launch.cdiv(k, BLOCK))](
         weight.data if native else weight.data.view(torch.uint8),
         weight.scale,
         out,

@@ -318,7 +318,7 @@ def prefill(
         return out
     config = config or pick_prefill(channels, max_q_len)
     early = launch.early(x)
-    blocks = triton.cdiv(channels, config.block_c)
+    blocks = launch.cdiv(channels, config.block_c)
     conv_prefill_kernel[(blocks * (tokens // config.block_t + pieces),)](
         x,
         weight,
@@ -364,7 +364,7 @@ def decode(
         return out
     config = config or pick_decode(channels, batch)
     early = launch.early(x)
-    conv_decode_kernel[(triton.cdiv(channels, config.block_c), batch)](
+    conv_decode_kernel[(launch.cdiv(channels, config.block_c), batch)](
         x,
         weight,
         weight if bias is None else bias,

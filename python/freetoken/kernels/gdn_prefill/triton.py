@@ -281,7 +281,7 @@ def gdn_prefill(
     shared: dict[str, Any] = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
     shared |= {"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "PRECISION": "tf32x3" if full else "tf32"}
     gates = scales.new_empty(count, heads, 2, CHUNK)
-    gate_kernel[(count, triton.cdiv(heads, GATE_HEADS))](
+    gate_kernel[(count, launch.cdiv(heads, GATE_HEADS))](
         a,
         b,
         A_log,
@@ -365,7 +365,7 @@ def gated_norm(
     if tokens > 0:
         rows, block = tokens * heads, block_of(dv)
         block_rows = max(1, 4096 // block)
-        gated_norm_kernel[(triton.cdiv(rows, block_rows),)](
+        gated_norm_kernel[(launch.cdiv(rows, block_rows),)](
             o, z, weight, out, eps, rows, z.stride(0), HEADS=heads, DV=dv, BLOCK_ROWS=block_rows, BLOCK_V=block,
             SIGMOID=sigmoid, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

@@ -356,7 +356,7 @@ def rotate(
         config = config or pick_config(tokens, width, tile)
         early = launch.early(x)
         values, scales, sums, halves = _buffers(output)
-        rotate_kernel[(triton.cdiv(width, tile), tokens)](
+        rotate_kernel[(launch.cdiv(width, tile), tokens)](
             x,
             x if other is None else other,
             x if weight is None else weight,
@@ -397,7 +397,7 @@ def embed(
         settings = _shape_settings(width, block)
         tile = int(settings["TILE"])
         early = launch.early(ids)
-        rotate_kernel[(triton.cdiv(width, tile), tokens)](
+        rotate_kernel[(launch.cdiv(width, tile), tokens)](
             ids,
             table.codes,
             table.scales,
@@ -449,12 +449,12 @@ def norm(
     if tokens > 0:
         settings = _shape_settings(width, block, group)
         tile = int(settings["TILE"])
-        tiles = triton.cdiv(width, tile)
+        tiles = launch.cdiv(width, tile)
         config = config or pick_config(tokens, width, tile)
         per_program = min(config.tiles or tiles, tiles)
         early = launch.early(x)
         values, scales, sums, halves = _buffers(output)
-        norm_kernel[(triton.cdiv(tiles, per_program) + rows, tokens)](
+        norm_kernel[(launch.cdiv(tiles, per_program) + rows, tokens)](
             x,
             x if residual is None else residual,
             weight,

@@ -77,7 +77,7 @@ def add_norm(
         assert weight is not None
         y = inject = residual
         streams = weight.shape[0]
-    block = triton.next_power_of_2(width // streams)
+    block = launch.next_power_of_2(width // streams)
     early = launch.early(residual)
     add_norm_kernel[(streams, tokens)](
         residual,
@@ -126,7 +126,7 @@ def squash(low: torch.Tensor, streams: int) -> torch.Tensor:
     tokens, rank = low.shape
     out = low.new_empty(tokens, rank)
     if tokens:
-        block = triton.next_power_of_2(rank)
+        block = launch.next_power_of_2(rank)
         early = launch.early(low)
         sizes = {"STREAMS": streams, "RANK": rank, "BLOCK": block}
         squash_kernel[(tokens,)](low, out, low.stride(0), **sizes, EARLY=early, launch_pdl=early, num_warps=2)
@@ -165,7 +165,7 @@ def mix(normed: torch.Tensor, gate: torch.Tensor, streams: int) -> torch.Tensor:
     hidden = width // streams
     out = normed.new_empty(tokens, hidden)
     if tokens:
-        grid = (triton.cdiv(hidden, MIX_BLOCK), tokens)
+        grid = (launch.cdiv(hidden, MIX_BLOCK), tokens)
         early = launch.early(normed)
         sizes = {"STREAMS": streams, "HIDDEN": hidden, "BLOCK": MIX_BLOCK}
         mix_kernel[grid](normed, gate, out, **sizes, EARLY=early, launch_pdl=early, num_warps=2)

@@ -383,7 +383,7 @@ def rows(
     halves = 1 if ids is not None or m <= 8 else 2
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = launch.early(x)
-    rows_kernel[(n // 16, triton.cdiv(m, 8 * halves) if ids is None else m)](
+    rows_kernel[(n // 16, launch.cdiv(m, 8 * halves) if ids is None else m)](
         x.view(torch.int32),
         x if ids is None else ids,
         _words(weight),

@@ -347,7 +347,7 @@ def gate_up_routes(
     out = torch.empty((routes, n), dtype=x.dtype, device=x.device)
     data, scale, kind = _operands(weight, native)
     early = launch.early(x)
-    route_gate_up_kernel[(routes, triton.cdiv(n, config.block_n))](
+    route_gate_up_kernel[(routes, launch.cdiv(n, config.block_n))](
         x,
         x if ids is None else ids,
         data,
@@ -387,7 +387,7 @@ def down_routes(
     ids, shares = (hidden, hidden) if routes is None else routes
     output, gate = (hidden, hidden[:, 0]) if shared is None else shared
     early = launch.early(hidden)
-    route_down_kernel[(tokens, triton.cdiv(n, config.block_n))](
+    route_down_kernel[(tokens, launch.cdiv(n, config.block_n))](
         hidden,
         ids,
         shares,
@@ -429,9 +429,9 @@ def tiles(
     out = torch.empty((routes, n), dtype=x.dtype, device=x.device)
     data, scale, kind = _operands(weight, native)
     order, experts = (x, x) if groups is None else groups
-    blocks = triton.cdiv(routes, config.block_m) if groups is None else experts.numel()
+    blocks = launch.cdiv(routes, config.block_m) if groups is None else experts.numel()
     early = launch.early(x)
-    tile_kernel[(blocks, triton.cdiv(n, config.block_n))](
+    tile_kernel[(blocks, launch.cdiv(n, config.block_n))](
         x,
         order,
         experts,
@@ -463,7 +463,7 @@ def combine(parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, share
     out = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
     output, gate = (parts, parts[:, 0]) if shared is None else shared
     early = launch.early(parts)
-    combine_kernel[(tokens, triton.cdiv(n, COMBINE_BLOCK))](
+    combine_kernel[(tokens, launch.cdiv(n, COMBINE_BLOCK))](
         parts,
         ids,
         weights,
@@ -473,7 +473,7 @@ def combine(parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, share
         gate.stride(0),
         TOP_K=top_k,
         N=n,
-        BLOCK_N=min(COMBINE_BLOCK, triton.next_power_of_2(n)),
+        BLOCK_N=min(COMBINE_BLOCK, launch.next_power_of_2(n)),
         SHARED=shared is not None,
         EARLY=early,
         launch_pdl=early,

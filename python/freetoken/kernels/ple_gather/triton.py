@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
 from freetoken.kernels.ple_gather.formats import RowFormat
 
 PLAIN, F8, CODES, BYTES = 0, 1, 2, 3
@@ -103,7 +104,7 @@ def gather_rows(
         scale,
         WIDTH=width,
         ROW_BYTES=table.shape[1],
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=launch.next_power_of_2(width),
         FORMAT=kind,
         Q_BLOCK=fmt.block,
         Q_BYTES=fmt.block_bytes,

@@ -102,7 +102,7 @@ def row_ids(
         N=multipliers.shape[0],
         HEADS=heads,
         HEADS_PER_NGRAM=heads_per_ngram,
-        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_H=launch.next_power_of_2(heads),
         DECODE=decode,
         EARLY=early,
         launch_pdl=early,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
+
 BLOCK_C = 512
 
 
@@ -65,7 +67,7 @@ def gate(
     gated, normed = torch.empty_like(residual), torch.empty_like(residual)
     if residual.shape[0] == 0:
         return gated, normed
-    block = triton.next_power_of_2(hidden)
+    block = launch.next_power_of_2(hidden)
     gate_kernel[(streams, residual.shape[0])](
         projected,
         residual,
@@ -137,7 +139,7 @@ def decode(
     batch, channels = normed.shape
     if batch == 0:
         return
-    conv_decode_kernel[(triton.cdiv(channels, BLOCK_C), batch)](
+    conv_decode_kernel[(launch.cdiv(channels, BLOCK_C), batch)](
         residual,
         gated,
         normed,

@@ -379,7 +379,7 @@ def int8_linear(
     group = gcd(activation.group, weight.group)
     early = launch.early(activation.values)
     scratch = scratch_of(device)
-    int8_kernel[(triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split_k)](
+    int8_kernel[(launch.cdiv(m, config.block_m), launch.cdiv(n, config.block_n), config.split_k)](
         activation.values,
         activation.scales,
         activation.sums,
@@ -410,7 +410,7 @@ def float_linear(
     config = config or pick_config("float", n, k, m, launch.capability(x.device))
     early = launch.early(x)
     scratch = scratch_of(x.device)
-    float_kernel[(triton.cdiv(m, config.block_m), triton.cdiv(n, config.block_n), config.split_k)](
+    float_kernel[(launch.cdiv(m, config.block_m), launch.cdiv(n, config.block_n), config.split_k)](
         x,
         weight.codes,
         weight.scales,
@@ -447,7 +447,7 @@ def decode_rows(weight: PQ2Weight, first: int, rows: int, out: torch.Tensor) -> 
     """Rows ``first`` to ``first + rows`` of ``weight`` into contiguous ``out [rows, K]``, rounded to its type."""
     k = weight.in_features
     early = launch.early(out)
-    decode_kernel[(triton.cdiv(k, DECODE_WIDTH), triton.cdiv(rows, DECODE_ROWS))](
+    decode_kernel[(launch.cdiv(k, DECODE_WIDTH), launch.cdiv(rows, DECODE_ROWS))](
         weight.codes,
         weight.scales,
         out,

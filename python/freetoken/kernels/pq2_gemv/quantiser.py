@@ -104,7 +104,7 @@ def quantise(x: torch.Tensor, group: int, *, tiles: bool = False) -> Quantised:
     if tokens > 0:
         values, scales, sums, halves = buffers(done)
         early = launch.early(x)
-        quantise_kernel[(tokens, triton.cdiv(width, STRETCH))](
+        quantise_kernel[(tokens, launch.cdiv(width, STRETCH))](
             x,
             values.view(torch.int8),
             scales,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from freetoken.kernels import launch
 from freetoken.kernels.pq2_gemv.activation import Quantised
@@ -99,7 +98,7 @@ def linear(
     else:
         tiles = activation.tiled()
         source = (tiles.words, tiles.beside)
-    launched = _kernel(config)[(triton.cdiv(n, config.rows),)](
+    launched = _kernel(config)[(launch.cdiv(n, config.rows),)](
         *source,
         weight.codes.view(torch.int32),
         weight.scales,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
 from freetoken.kernels.attn_decode.config import next_power_of_two
 from freetoken.kernels.attn_decode.triton import LOG2_E, tile_offsets
 from freetoken.kernels.attn_prefill.triton import softmax_step
@@ -213,7 +214,7 @@ def score(
     scores = torch.empty((part.end - part.begin, part.blocks), dtype=torch.float32, device=index_q.device)
     tiles = plan.tiles[part.score]
     if scores.numel():
-        piece_score_kernel[(triton.cdiv(part.blocks, plan.config.score_n), tiles.shape[0])](
+        piece_score_kernel[(launch.cdiv(part.blocks, plan.config.score_n), tiles.shape[0])](
             index_q,
             pools.index,
             page_table,

@@ -234,7 +234,7 @@ def score(
     scores = torch.empty((batch, most), dtype=torch.float32, device=index_q.device)
     early = launch.early(index_q)
     if scores.numel():
-        score_kernel[(triton.cdiv(most, SCORE_BLOCKS), batch)](
+        score_kernel[(launch.cdiv(most, SCORE_BLOCKS), batch)](
             index_q,
             pools.index,
             page_table,
@@ -419,7 +419,7 @@ def select(
     settings = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "EARLY": early}
     settings |= {"launch_pdl": early, "num_warps": max(1, min(16, chunk // 256))}
     split = SELECT_SPLIT if most > 2 * SELECT_SPLIT and config.blocks <= SELECT_SPLIT // 2 else 0
-    splits = triton.cdiv(most, split) if split else 0
+    splits = launch.cdiv(most, split) if split else 0
     best = torch.empty((batch, splits * config.blocks), dtype=torch.float32, device=device)
     blocks = torch.empty(best.shape, dtype=torch.int32, device=device)
     strides = (scores.stride(0), best.stride(0))

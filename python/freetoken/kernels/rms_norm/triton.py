@@ -52,7 +52,7 @@ def rms_norm(
     total = y if residual is None else torch.empty_like(x)
     if tokens > 0:
         early = launch.early(x)
-        block = triton.next_power_of_2(width)
+        block = launch.next_power_of_2(width)
         rms_norm_kernel[(tokens,)](
             x,
             x if residual is None else residual,

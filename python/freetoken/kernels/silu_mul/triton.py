@@ -33,7 +33,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(tokens, width)
     if tokens > 0:
         early = launch.early(gate_up)
-        grid = (tokens, triton.cdiv(width, BLOCK))
+        grid = (tokens, launch.cdiv(width, BLOCK))
         silu_mul_kernel[grid](gate_up, out, width=width, BLOCK=BLOCK, EARLY=early, launch_pdl=early, num_warps=4)
     return out
 
@@ -63,7 +63,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if tokens > 0:
         early = launch.early(x)
         strides = (x.stride(0), gate.stride(0))
-        grid = (tokens, triton.cdiv(width, BLOCK))
+        grid = (tokens, launch.cdiv(width, BLOCK))
         sigmoid_mul_kernel[grid](
             x, gate, out, *strides, width=width, BLOCK=BLOCK, EARLY=early, launch_pdl=early, num_warps=4
         )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from freetoken.kernels import launch
+
 BLOCK = 4096
 
 
@@ -28,5 +30,5 @@ def token_mask(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) 
     count, vocab = masks.shape[0], logits.shape[1]
     if count == 0:
         return
-    grid = (count, triton.cdiv(vocab, BLOCK))
+    grid = (count, launch.cdiv(vocab, BLOCK))
     token_mask_kernel[grid](logits, logits.stride(0), places, masks, masks.shape[1], vocab, BLOCK=BLOCK, num_warps=8)
