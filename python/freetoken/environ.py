@@ -56,6 +56,13 @@ TABLE: tuple[EnvVar, ...] = (
         "more under the two-bit product, where both are kernels of a GPU that starts kernels early (compute capability 9.0 on); `0` runs "
         "one after the other.",
     ),
+    EnvVar(
+        "FREETOKEN_FAST_LAUNCH",
+        "bool",
+        "1",
+        "Remember what each kind of kernel launch was compiled to; `0` lets Triton find it anew at every launch, which takes several times as "
+        "long and bounds short prompts.",
+    ),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_GDN_FUSED_CONV", "kernel", "1", f"Convolution of Gated DeltaNet: {_KERNEL_HELP}."),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from compile_tool import ARCHITECTURES, KernelCase
 
-from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, join_config
 from freetoken.kernels.attn_prefill.config import prefill_config
+from freetoken.kernels.integers import next_power_of_two
 
 DECODE, PREFILL = "freetoken.kernels.attn_decode.triton", "freetoken.kernels.attn_prefill.triton"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

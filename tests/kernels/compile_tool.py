@@ -88,6 +88,7 @@ def _compile(case: KernelCase, arch: int) -> Compiled:
 
     module, _, name = case.kernel.partition(":")
     function = getattr(importlib.import_module(module), name)
+    function = getattr(function, "function", function)  # what a kernel of the host launches
     types = {argument: case.signature.get(argument, "constexpr") for argument in function.arg_names}
     missing = [argument for argument, kind in types.items() if kind == "constexpr" and argument not in case.constexprs]
     if missing:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from compile_tool import KernelCase, main_case
 
 from freetoken.kernels.gdn_conv.config import ConvConfig, pick_decode, pick_prefill
-from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
+from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config
 from freetoken.kernels.gdn_decode.triton import ROW_AXIS
+from freetoken.kernels.integers import next_power_of_two
 
 CONV, DECODE = "freetoken.kernels.gdn_conv.triton", "freetoken.kernels.gdn_decode.triton"
 KEY_HEADS, HEADS, WIDTH, PART = 16, 48, 128, 32
@@ -67,10 +68,10 @@ def _step(element: str, config: DecodeConfig, dk: int = WIDTH, dv: int = WIDTH) 
         "arrivals_ptr": "*i32",
         "eps": "fp32",
     }
-    width = power_of_two_at_least(dk)
+    width = next_power_of_two(dk)
     values = {"K_HEADS": KEY_HEADS, "V_HEADS": HEADS, "DK": dk, "DV": dv, "W": 4, "BLOCK_V": config.block_v}
     values |= {
-        "HEAD_V": power_of_two_at_least(dv),
+        "HEAD_V": next_power_of_two(dv),
         "PARTS": max(1, width // PART),
         "PART": min(PART, width),
         "ROW_AXIS": ROW_AXIS,

@@ -9,8 +9,9 @@ from compile_tool import ARCHITECTURES, KernelCase
 from gdn_prefill_cases import NORM
 from gdn_step_cases import WHOLE, _step
 
-from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import SHARE_STEP, decode_config
 from freetoken.kernels.hyper_mix.triton import GATED_RANK
+from freetoken.kernels.integers import next_power_of_two
 from freetoken.kernels.qsa.plan import piece_config
 from freetoken.kernels.small_gemm.configs import HOPPER, pick_config
 

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, join_config, next_power_of_two, tile_bytes
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, join_config, tile_bytes
 from freetoken.kernels.attn_decode.reference import attn_decode_reference
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
+from freetoken.kernels.integers import next_power_of_two
 from runner.attention_batches import BOUND, DEVICE, Case, make_case, relative_rms
 
 

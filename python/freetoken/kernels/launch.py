@@ -41,16 +41,6 @@ def early(tensor: torch.Tensor) -> bool:
     return EARLY_LAUNCH and tensor.is_cuda and _cuda_capability(tensor.device.index) >= FIRST_CAPABILITY
 
 
-def cdiv(value: int, by: int) -> int:
-    """``value / by``, rounded up: grids are made for every launch, and Triton's own function takes a hundred times as long."""
-    return -(-value // by)
-
-
-def next_power_of_2(value: int) -> int:
-    """The smallest power of two that is at least ``value`` (1 or more); as :func:`cdiv`, in place of Triton's own."""
-    return 1 << (value - 1).bit_length()
-
-
 SHARED_PERCENT = 25
 """How much of an SM's memory is to be shared memory where the rest is wanted as cache: room for many programs of few KB."""
 _SHARED_MEMORY_CARVEOUT = 9

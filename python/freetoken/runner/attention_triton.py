@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from freetoken.errors import StartupError
-from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import DecodeConfig, decode_config
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
 from freetoken.kernels.attn_prefill.config import prefill_config, prefill_tiles
 from freetoken.kernels.attn_prefill.triton import attn_prefill_triton
+from freetoken.kernels.integers import next_power_of_two
 from freetoken.runner.attention import AttentionBackend
 from freetoken.runner.forward_batch import ForwardBatch
 

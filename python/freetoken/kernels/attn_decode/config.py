@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from freetoken.kernels.integers import next_power_of_two
+
 SHARE_STEP = 16
 """Parts of a sequence are whole multiples of this many tokens, but for the last one."""
 STEP_BYTES = 32 << 10
@@ -49,10 +51,6 @@ class JoinConfig:
     parts: int
     width: int
     num_warps: int
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def rounded_down(splits: int) -> int:

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import SHARE_STEP, DecodeConfig, join_config
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -60,6 +62,7 @@ def _ask(address, BYTES: tl.constexpr):
     tl.inline_asm_elementwise(asm, "=r,l,r", [address, BYTES], dtype=tl.int32, is_pure=False, pack=1)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "q_stride", "whole", "min_share", "splits"])
 def _split_kernel(
     q_ptr,
@@ -164,6 +167,7 @@ def _split_kernel(
     tl.store(lse_ptr + slots, row_max + tl.log2(row_sum), mask=offs_g < GROUP)
 
 
+@launched
 @triton.jit(do_not_specialize=["whole", "min_share", "splits"])
 def _join_kernel(
     partial_ptr,
@@ -279,7 +283,7 @@ def attn_decode_triton(
     )
     if config.splits > 1:
         join = join_config(head_dim, config.splits)
-        _join_kernel[(num_heads * launch.cdiv(head_dim, join.width), batch)](
+        _join_kernel[(num_heads * cdiv(head_dim, join.width), batch)](
             partial,
             lse,
             seq_lens,

@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels.attn_decode.config import next_power_of_two
 from freetoken.kernels.attn_decode.triton import LOG2_E, tile_offsets
 from freetoken.kernels.attn_prefill.config import PrefillConfig
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "q_stride", "num_decodes"])
 def _prefill_kernel(
     q_ptr,

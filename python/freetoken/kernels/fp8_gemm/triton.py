@@ -8,12 +8,15 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.block_fp8 import BLOCK, Fp8Weight
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.moe_gemm.triton import _values, has_fp8
 
 ELEMENTS = 4096
 SCALE_BLOCK = tl.constexpr(BLOCK)
 
 
+@launched
 @triton.jit
 def dequantise_kernel(
     weight_ptr,
@@ -49,7 +52,7 @@ def dequantise(weight: Fp8Weight, dtype: torch.dtype, *, native: bool | None = N
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     block_n = ELEMENTS // BLOCK
     early = launch.early(weight.data)
-    dequantise_kernel[(launch.cdiv(n, block_n), launch.cdiv(k, BLOCK))](
+    dequantise_kernel[(cdiv(n, block_n), cdiv(k, BLOCK))](
         weight.data if native else weight.data.view(torch.uint8),
         weight.scale,
         out,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from freetoken.kernels.integers import next_power_of_two
+
 
 @dataclass(frozen=True)
 class ConvConfig:
@@ -15,20 +17,16 @@ class ConvConfig:
     num_warps: int
 
 
-def _power_of_two_at_least(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def pick_prefill(channels: int, max_q_len: int) -> ConvConfig:
     """Settings for pieces of at most ``max_q_len`` tokens: eight channels a thread, tiles no longer than the pieces."""
-    block_c = max(32, min(512, _power_of_two_at_least(channels)))
-    block_t = max(4, min(16, _power_of_two_at_least(max_q_len)))
+    block_c = max(32, min(512, next_power_of_two(channels)))
+    block_t = max(4, min(16, next_power_of_two(max_q_len)))
     return ConvConfig(block_t, block_c, num_warps=max(1, block_c // 256))
 
 
 def pick_decode(channels: int, batch: int) -> ConvConfig:
     """Settings for one token a sequence: narrow programs while there are few sequences."""
-    block_c = max(32, min(256 if batch < 16 else 1024, _power_of_two_at_least(channels)))
+    block_c = max(32, min(256 if batch < 16 else 1024, next_power_of_two(channels)))
     return ConvConfig(1, block_c, num_warps=max(1, block_c // 256))
 
 

@@ -12,6 +12,8 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.gdn_conv.config import ConvConfig, pick_decode, pick_prefill
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 
 SEARCH = 64
 """Pieces that the search for a program's piece looks at in one step."""
@@ -92,6 +94,7 @@ def ring_now(
     return raw, silu(tl.fma(weight.to(tl.float32), raw.to(tl.float32), total), ON_GPU)
 
 
+@launched
 @triton.jit
 def conv_decode_kernel(
     x_ptr,
@@ -183,6 +186,7 @@ def _find_piece(q_starts_ptr, pieces, tile, BLOCK_T: tl.constexpr, SEARCH_: tl.c
     return found - 1
 
 
+@launched
 @triton.jit(do_not_specialize=["pieces"])
 def conv_prefill_kernel(
     x_ptr,
@@ -318,7 +322,7 @@ def prefill(
         return out
     config = config or pick_prefill(channels, max_q_len)
     early = launch.early(x)
-    blocks = launch.cdiv(channels, config.block_c)
+    blocks = cdiv(channels, config.block_c)
     conv_prefill_kernel[(blocks * (tokens // config.block_t + pieces),)](
         x,
         weight,
@@ -364,7 +368,7 @@ def decode(
         return out
     config = config or pick_decode(channels, batch)
     early = launch.early(x)
-    conv_decode_kernel[(launch.cdiv(channels, config.block_c), batch)](
+    conv_decode_kernel[(cdiv(channels, config.block_c), batch)](
         x,
         weight,
         weight if bias is None else bias,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from freetoken.kernels.integers import next_power_of_two
+
 LARGEST_TILE = 16384
 """Elements of state that one program holds in registers."""
 
@@ -33,18 +35,14 @@ class DecodeConfig:
         return -(-dv // self.block_v)
 
 
-def power_of_two_at_least(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def pick_config(dv: int, dk: int, heads: int | None = None) -> DecodeConfig:
     """By the head's widths and the ``heads`` of a whole batch, ``None`` for a number in between.
 
     A program takes as much of a head as fits its registers, 64 elements a thread at most. Of more heads than multiprocessors it takes
     half as much with half the warps: several then fit one multiprocessor, and one loads while another works.
     """
-    width = power_of_two_at_least(dk)
-    rows = power_of_two_at_least(dv)
+    width = next_power_of_two(dk)
+    rows = next_power_of_two(dv)
     block_v = max(1, min(rows, LARGEST_TILE // width))
     if heads is not None and heads > FEW_HEADS and block_v > 1 and block_v * width >= LARGEST_TILE:
         block_v //= 2
@@ -54,9 +52,9 @@ def pick_config(dv: int, dk: int, heads: int | None = None) -> DecodeConfig:
 
 def candidates(dv: int, dk: int) -> list[DecodeConfig]:
     """Settings worth timing, the default first."""
-    width = power_of_two_at_least(dk)
+    width = next_power_of_two(dk)
     found = [pick_config(dv, dk)]
     for block_v, warps, prefetch in itertools.product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (True, False)):
-        if block_v <= power_of_two_at_least(dv) and 16 <= block_v * width // (32 * warps) <= 64:
+        if block_v <= next_power_of_two(dv) and 16 <= block_v * width // (32 * warps) <= 64:
             found.append(DecodeConfig(block_v, warps, prefetch))
     return list(dict.fromkeys(found))

@@ -8,7 +8,9 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.gdn_conv.triton import bound_if, ring_now, ring_past, silu
-from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config, power_of_two_at_least
+from freetoken.kernels.gdn_decode.config import DecodeConfig, pick_config
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 
 L2_EPS = tl.constexpr(1e-6)
 ROW_PART = 32
@@ -93,6 +95,7 @@ def _over_columns(x, ROW_AXIS: tl.constexpr):
     return tl.expand_dims(x, ROW_AXIS)
 
 
+@launched
 @triton.jit
 def gdn_decode_kernel(
     qkv_ptr,
@@ -297,7 +300,7 @@ def gdn_decode(
         parts, arrivals = scratch.parts, scratch.arrivals
         if parts.numel() < out.numel() or arrivals.numel() < batch * heads:
             raise ValueError(f"scratch memory is reserved for fewer than {batch} sequences")
-    width = power_of_two_at_least(dk)
+    width = next_power_of_two(dk)
     early = launch.early(qkv)
     gdn_decode_kernel[(heads * splits, batch)](
         qkv,
@@ -330,7 +333,7 @@ def gdn_decode(
         DV=dv,
         W=conv_weight.shape[1],
         BLOCK_V=config.block_v,
-        HEAD_V=power_of_two_at_least(dv),
+        HEAD_V=next_power_of_two(dv),
         PARTS=max(1, width // ROW_PART),
         PART=min(ROW_PART, width),
         ROW_AXIS=ROW_AXIS,

@@ -26,6 +26,8 @@ import triton.language as tl
 from freetoken.kernels import launch
 from freetoken.kernels.gdn_prefill.config import PrefillConfig, block_of, pick_config
 from freetoken.kernels.gdn_prefill.plan import CHUNK, Plan
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_EPS = tl.constexpr(1e-6)
@@ -35,6 +37,7 @@ MOST_DECAY = tl.constexpr(-64.0)
 """Lower bound of a token's log2 decay: what is left is below any rounding, and sums keep their precision."""
 
 
+@launched
 @triton.jit
 def gate_kernel(
     a_ptr,
@@ -102,6 +105,7 @@ def _invert_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr, NARROW: 
     return x
 
 
+@launched
 @triton.jit
 def chunk_kernel(
     q_ptr,
@@ -162,6 +166,7 @@ def chunk_kernel(
         tl.store(factors + 3 * CHUNK, tl.exp2(whole))
 
 
+@launched
 @triton.jit
 def scan_kernel(
     q_ptr,
@@ -281,7 +286,7 @@ def gdn_prefill(
     shared: dict[str, Any] = {"HEADS": heads, "GROUP": group, "DK": dk, "BLOCK_K": block_of(dk), "CHUNK": CHUNK}
     shared |= {"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "PRECISION": "tf32x3" if full else "tf32"}
     gates = scales.new_empty(count, heads, 2, CHUNK)
-    gate_kernel[(count, launch.cdiv(heads, GATE_HEADS))](
+    gate_kernel[(count, cdiv(heads, GATE_HEADS))](
         a,
         b,
         A_log,
@@ -336,6 +341,7 @@ def gdn_prefill(
     return out
 
 
+@launched
 @triton.jit
 def gated_norm_kernel(
     o_ptr, z_ptr, weight_ptr, out_ptr, eps, rows, z_stride, HEADS: tl.constexpr, DV: tl.constexpr,
@@ -365,7 +371,7 @@ def gated_norm(
     if tokens > 0:
         rows, block = tokens * heads, block_of(dv)
         block_rows = max(1, 4096 // block)
-        gated_norm_kernel[(launch.cdiv(rows, block_rows),)](
+        gated_norm_kernel[(cdiv(rows, block_rows),)](
             o, z, weight, out, eps, rows, z.stride(0), HEADS=heads, DV=dv, BLOCK_ROWS=block_rows, BLOCK_V=block,
             SIGMOID=sigmoid, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

@@ -9,6 +9,8 @@ import triton.language as tl
 from freetoken.kernels import launch
 from freetoken.kernels.hadamard.config import RotateConfig, pick_config, tile_of
 from freetoken.kernels.hadamard.reference import Activation, Normed, require_shape
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.pq2_gemv import tiles_for
 from freetoken.kernels.pq2_gemv.activation import SMALLEST as SMALLEST_ABSMAX
 from freetoken.kernels.pq2_gemv.activation import empty_activation
@@ -102,6 +104,7 @@ def _source(
     return x
 
 
+@launched
 @triton.jit(do_not_specialize=["halves"])
 def rotate_kernel(
     x_ptr,
@@ -255,6 +258,7 @@ def _beside(
     tl.store(out_ptr + token * N + index, tl.sum(products, axis=0).to(out_ptr.dtype.element_ty))
 
 
+@launched
 @triton.jit(do_not_specialize=["halves"])
 def norm_kernel(
     x_ptr,
@@ -356,7 +360,7 @@ def rotate(
         config = config or pick_config(tokens, width, tile)
         early = launch.early(x)
         values, scales, sums, halves = _buffers(output)
-        rotate_kernel[(launch.cdiv(width, tile), tokens)](
+        rotate_kernel[(cdiv(width, tile), tokens)](
             x,
             x if other is None else other,
             x if weight is None else weight,
@@ -397,7 +401,7 @@ def embed(
         settings = _shape_settings(width, block)
         tile = int(settings["TILE"])
         early = launch.early(ids)
-        rotate_kernel[(launch.cdiv(width, tile), tokens)](
+        rotate_kernel[(cdiv(width, tile), tokens)](
             ids,
             table.codes,
             table.scales,
@@ -449,12 +453,12 @@ def norm(
     if tokens > 0:
         settings = _shape_settings(width, block, group)
         tile = int(settings["TILE"])
-        tiles = launch.cdiv(width, tile)
+        tiles = cdiv(width, tile)
         config = config or pick_config(tokens, width, tile)
         per_program = min(config.tiles or tiles, tiles)
         early = launch.early(x)
         values, scales, sums, halves = _buffers(output)
-        norm_kernel[(launch.cdiv(tiles, per_program) + rows, tokens)](
+        norm_kernel[(cdiv(tiles, per_program) + rows, tokens)](
             x,
             x if residual is None else residual,
             weight,

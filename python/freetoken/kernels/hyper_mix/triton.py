@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 from freetoken.kernels.pq2_gemv.single import one_half
 from freetoken.kernels.small_gemm.narrow import _ask_rows, _ask_tokens, _mma
 
@@ -17,6 +19,7 @@ GATED_RANK = 512
 """Rank up to which a thread can hold its weights of two columns."""
 
 
+@launched
 @triton.jit
 def add_norm_kernel(
     residual_ptr,
@@ -77,7 +80,7 @@ def add_norm(
         assert weight is not None
         y = inject = residual
         streams = weight.shape[0]
-    block = launch.next_power_of_2(width // streams)
+    block = next_power_of_two(width // streams)
     early = launch.early(residual)
     add_norm_kernel[(streams, tokens)](
         residual,
@@ -100,6 +103,7 @@ def add_norm(
     return normed
 
 
+@launched
 @triton.jit
 def squash_kernel(
     low_ptr,
@@ -126,13 +130,14 @@ def squash(low: torch.Tensor, streams: int) -> torch.Tensor:
     tokens, rank = low.shape
     out = low.new_empty(tokens, rank)
     if tokens:
-        block = launch.next_power_of_2(rank)
+        block = next_power_of_two(rank)
         early = launch.early(low)
         sizes = {"STREAMS": streams, "RANK": rank, "BLOCK": block}
         squash_kernel[(tokens,)](low, out, low.stride(0), **sizes, EARLY=early, launch_pdl=early, num_warps=2)
     return out
 
 
+@launched
 @triton.jit
 def mix_kernel(
     normed_ptr,
@@ -165,13 +170,14 @@ def mix(normed: torch.Tensor, gate: torch.Tensor, streams: int) -> torch.Tensor:
     hidden = width // streams
     out = normed.new_empty(tokens, hidden)
     if tokens:
-        grid = (launch.cdiv(hidden, MIX_BLOCK), tokens)
+        grid = (cdiv(hidden, MIX_BLOCK), tokens)
         early = launch.early(normed)
         sizes = {"STREAMS": streams, "HIDDEN": hidden, "BLOCK": MIX_BLOCK}
         mix_kernel[grid](normed, gate, out, **sizes, EARLY=early, launch_pdl=early, num_warps=2)
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["m", "low_stride"])
 def gated_mix_kernel(
     low_ptr,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from freetoken.kernels.integers import next_power_of_two
+
 SLICE_TOKENS = 8192
 """Tokens that go through the grouped kernels at once: bounds the memory for the outputs of single routes (``runner/memory.py``
 counts on it)."""
@@ -51,26 +53,22 @@ def route_by_route(tokens: int, top_k: int, num_experts: int) -> bool:
     return tokens == 1 or 4 * tokens * top_k <= num_experts
 
 
-def power_of_two_at_least(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def pick_gate_up_route(k: int, element_bytes: int) -> RouteConfig:
     """Settings for gate and up over inputs of ``k`` elements: 16 elements of each a thread and step."""
-    block_k = min(power_of_two_at_least(k), 1024 if element_bytes == 1 else 512)
+    block_k = min(next_power_of_two(k), 1024 if element_bytes == 1 else 512)
     block_n = 2 if element_bytes == 1 else 4
     return RouteConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)), unroll=2)
 
 
 def pick_down_route(k: int, element_bytes: int) -> RouteConfig:
     """Settings for down, whose programs go through all routes of a token: a whole row of ``k`` elements a step where it fits."""
-    block_k = min(power_of_two_at_least(k), 1024)
+    block_k = min(next_power_of_two(k), 1024)
     return RouteConfig(4, block_k, num_warps=max(1, min(4, 4 * block_k * element_bytes // 512)), unroll=2)
 
 
 def pick_dense_route(n: int, k: int) -> RouteConfig:
     """Settings for one row and an FP8 weight ``[n, k]``: fewer weight rows a program where there are few."""
-    block_k = min(power_of_two_at_least(k), 1024)
+    block_k = min(next_power_of_two(k), 1024)
     block_n = 4 if n >= 4096 else 2
     return RouteConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)), unroll=2)
 
@@ -81,14 +79,14 @@ def pick_fragments(n: int, k: int, routes: int = 1, *, gated: bool = False) -> F
     The fewer programs there are, the more warps share the columns of one. Measured on an H200 with the weights of qwen4_exp.
     """
     programs, chunks = n // 16 * routes, max(1, k // 64)
-    warps = min(16 if programs < 256 else 8 if programs < 512 else 4, power_of_two_at_least(chunks))
+    warps = min(16 if programs < 256 else 8 if programs < 512 else 4, next_power_of_two(chunks))
     return FragmentConfig(warps, even_share(-(-chunks // warps), 1 if gated and warps >= 8 else 2))
 
 
 def pick_down_fragments(k: int, top_k: int) -> FragmentConfig:
     """Settings for down, whose programs go through all routes of a token."""
     pieces = max(1, k // 64 * top_k)
-    warps = min(8, power_of_two_at_least(pieces))
+    warps = min(8, next_power_of_two(pieces))
     return FragmentConfig(warps, even_share(-(-pieces // warps), 7))
 
 
@@ -114,7 +112,7 @@ def pick_tile(m: int, k: int, element_bytes: int, *, gated: bool, alone: int | N
     outputs is cut finer while that leaves multiprocessors idle.
     """
     block_n = 64 if gated or m < 64 else 128
-    block_k = min(128 if m <= 32 else 64, max(16, power_of_two_at_least(k)))
+    block_k = min(128 if m <= 32 else 64, max(16, next_power_of_two(k)))
     if element_bytes == 4:
         block_n, block_k = 32, min(block_k, 32)
     while alone is not None and m <= 32 and block_n > 16 and alone < PROGRAMS * block_n:
@@ -132,7 +130,7 @@ def candidates_tile(m: int, k: int, element_bytes: int, *, gated: bool) -> list[
         for block_k in (32, 64, 128):
             for warps in (4, 8):
                 for stages in (2, 3, 4):
-                    if block_k <= power_of_two_at_least(k):
+                    if block_k <= next_power_of_two(k):
                         found.append(TileConfig(m, block_n, block_k, warps, stages))
     return list(dict.fromkeys(found))
 
@@ -144,6 +142,6 @@ def candidates_route(default: RouteConfig, k: int) -> list[RouteConfig]:
         for block_k in (128, 256, 512, 1024, 2048):
             for warps in (1, 2, 4, 8):
                 for unroll in (1, 2, 4):
-                    if block_k <= power_of_two_at_least(k) and 4 <= block_n * block_k // (32 * warps) <= 64:
+                    if block_k <= next_power_of_two(k) and 4 <= block_n * block_k // (32 * warps) <= 64:
                         found.append(RouteConfig(block_n, block_k, warps, unroll))
     return list(dict.fromkeys(found))

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.block_fp8 import BLOCK, Fp8Weight, Weight
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.moe_gemm.config import FragmentConfig
 from freetoken.kernels.moe_gemm.reference import Shared
 from freetoken.kernels.pq2_gemv.single import four_words, one_word
@@ -187,6 +189,7 @@ def _ask_round(
     return asked
 
 
+@launched
 @triton.jit(do_not_specialize=["m"])
 def rows_kernel(
     x_ptr,
@@ -278,6 +281,7 @@ def rows_kernel(
         tl.store(out, value.to(STORAGE), mask=inside)
 
 
+@launched
 @triton.jit
 def routes_down_kernel(
     hidden_ptr,
@@ -383,7 +387,7 @@ def rows(
     halves = 1 if ids is not None or m <= 8 else 2
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     early = launch.early(x)
-    rows_kernel[(n // 16, launch.cdiv(m, 8 * halves) if ids is None else m)](
+    rows_kernel[(n // 16, cdiv(m, 8 * halves) if ids is None else m)](
         x.view(torch.int32),
         x if ids is None else ids,
         _words(weight),

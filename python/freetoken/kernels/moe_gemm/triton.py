@@ -15,6 +15,8 @@ import triton.language as tl
 
 from freetoken.kernels import launch
 from freetoken.kernels.block_fp8 import BLOCK, Fp8Weight, Weight
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 from freetoken.kernels.moe_gemm.config import RouteConfig, TileConfig
 from freetoken.kernels.moe_gemm.reference import Shared
 
@@ -69,6 +71,7 @@ def _activate(gate, up, STORAGE: tl.constexpr):
     return (active * up.to(STORAGE).to(tl.float32)).to(STORAGE)
 
 
+@launched
 @triton.jit
 def route_gate_up_kernel(
     x_ptr,
@@ -128,6 +131,7 @@ def route_gate_up_kernel(
     tl.store(out_ptr + route * N + row, value, mask=row < N)
 
 
+@launched
 @triton.jit
 def route_down_kernel(
     hidden_ptr,
@@ -201,6 +205,7 @@ def route_down_kernel(
     tl.store(out_ptr + token * N + row, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["routes"])
 def tile_kernel(
     x_ptr,
@@ -282,6 +287,7 @@ def tile_kernel(
     tl.store(out, value, mask=(row[:, None] < N) & live[None, :])
 
 
+@launched
 @triton.jit
 def combine_kernel(
     parts_ptr,
@@ -347,7 +353,7 @@ def gate_up_routes(
     out = torch.empty((routes, n), dtype=x.dtype, device=x.device)
     data, scale, kind = _operands(weight, native)
     early = launch.early(x)
-    route_gate_up_kernel[(routes, launch.cdiv(n, config.block_n))](
+    route_gate_up_kernel[(routes, cdiv(n, config.block_n))](
         x,
         x if ids is None else ids,
         data,
@@ -387,7 +393,7 @@ def down_routes(
     ids, shares = (hidden, hidden) if routes is None else routes
     output, gate = (hidden, hidden[:, 0]) if shared is None else shared
     early = launch.early(hidden)
-    route_down_kernel[(tokens, launch.cdiv(n, config.block_n))](
+    route_down_kernel[(tokens, cdiv(n, config.block_n))](
         hidden,
         ids,
         shares,
@@ -429,9 +435,9 @@ def tiles(
     out = torch.empty((routes, n), dtype=x.dtype, device=x.device)
     data, scale, kind = _operands(weight, native)
     order, experts = (x, x) if groups is None else groups
-    blocks = launch.cdiv(routes, config.block_m) if groups is None else experts.numel()
+    blocks = cdiv(routes, config.block_m) if groups is None else experts.numel()
     early = launch.early(x)
-    tile_kernel[(blocks, launch.cdiv(n, config.block_n))](
+    tile_kernel[(blocks, cdiv(n, config.block_n))](
         x,
         order,
         experts,
@@ -463,7 +469,7 @@ def combine(parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, share
     out = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
     output, gate = (parts, parts[:, 0]) if shared is None else shared
     early = launch.early(parts)
-    combine_kernel[(tokens, launch.cdiv(n, COMBINE_BLOCK))](
+    combine_kernel[(tokens, cdiv(n, COMBINE_BLOCK))](
         parts,
         ids,
         weights,
@@ -473,7 +479,7 @@ def combine(parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, share
         gate.stride(0),
         TOP_K=top_k,
         N=n,
-        BLOCK_N=min(COMBINE_BLOCK, launch.next_power_of_2(n)),
+        BLOCK_N=min(COMBINE_BLOCK, next_power_of_two(n)),
         SHARED=shared is not None,
         EARLY=early,
         launch_pdl=early,

@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 from freetoken.kernels.moe_route.reference import block_count
 
 SCAN = 1024
 """Routes an expert's program looks at in one step."""
 
 
+@launched
 @triton.jit
 def choose_kernel(
     logits_ptr,
@@ -79,6 +82,7 @@ def choose_kernel(
         tl.store(weights_ptr + token * ROUTES + TOP_K, 1.0 / (1.0 + tl.exp(-gate)))
 
 
+@launched
 @triton.jit(do_not_specialize=["routes"])
 def count_kernel(ids_ptr, counts_ptr, routes, SCAN: tl.constexpr, EARLY: tl.constexpr):
     """Grid ``(experts,)``: routes of each expert."""
@@ -94,6 +98,7 @@ def count_kernel(ids_ptr, counts_ptr, routes, SCAN: tl.constexpr, EARLY: tl.cons
     tl.store(counts_ptr + expert, tl.sum(found, 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["routes", "blocks"])
 def place_kernel(
     ids_ptr,
@@ -154,8 +159,8 @@ def choose_experts(
             logits.stride(0),
             EXPERTS=num_experts,
             TOP_K=top_k,
-            BLOCK_E=launch.next_power_of_2(num_experts),
-            BLOCK_K=launch.next_power_of_2(top_k),
+            BLOCK_E=next_power_of_two(num_experts),
+            BLOCK_K=next_power_of_two(top_k),
             RENORMALISE=renormalise,
             SHARED=shared,
             EARLY=early,
@@ -184,7 +189,7 @@ def group_by_expert(ids: torch.Tensor, num_experts: int, block: int) -> tuple[to
             routes,
             blocks,
             EXPERTS=num_experts,
-            BLOCK_E=launch.next_power_of_2(num_experts),
+            BLOCK_E=next_power_of_two(num_experts),
             BLOCK_M=block,
             **settings,
         )

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 from freetoken.kernels.ple_gather.formats import RowFormat
 
 PLAIN, F8, CODES, BYTES = 0, 1, 2, 3
@@ -29,6 +30,7 @@ def decode_f8(stored):
     return tl.where(code >= 0x80, -value, value)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def gather_rows_kernel(
     ids_ptr,
@@ -104,7 +106,7 @@ def gather_rows(
         scale,
         WIDTH=width,
         ROW_BYTES=table.shape[1],
-        BLOCK=launch.next_power_of_2(width),
+        BLOCK=next_power_of_two(width),
         FORMAT=kind,
         Q_BLOCK=fmt.block,
         Q_BYTES=fmt.block_bytes,

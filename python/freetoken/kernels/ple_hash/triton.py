@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 
 
+@launched
 @triton.jit
 def row_ids_kernel(
     ids_ptr,
@@ -102,7 +105,7 @@ def row_ids(
         N=multipliers.shape[0],
         HEADS=heads,
         HEADS_PER_NGRAM=heads_per_ngram,
-        BLOCK_H=launch.next_power_of_2(heads),
+        BLOCK_H=next_power_of_two(heads),
         DECODE=decode,
         EARLY=early,
         launch_pdl=early,

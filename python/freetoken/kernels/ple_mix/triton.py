@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 
 BLOCK_C = 512
 
 
+@launched
 @triton.jit
 def gate_kernel(
     projected_ptr,
@@ -67,7 +69,7 @@ def gate(
     gated, normed = torch.empty_like(residual), torch.empty_like(residual)
     if residual.shape[0] == 0:
         return gated, normed
-    block = launch.next_power_of_2(hidden)
+    block = next_power_of_two(hidden)
     gate_kernel[(streams, residual.shape[0])](
         projected,
         residual,
@@ -86,6 +88,7 @@ def gate(
     return gated, normed
 
 
+@launched
 @triton.jit
 def conv_decode_kernel(
     residual_ptr,
@@ -139,7 +142,7 @@ def decode(
     batch, channels = normed.shape
     if batch == 0:
         return
-    conv_decode_kernel[(launch.cdiv(channels, BLOCK_C), batch)](
+    conv_decode_kernel[(cdiv(channels, BLOCK_C), batch)](
         residual,
         gated,
         normed,

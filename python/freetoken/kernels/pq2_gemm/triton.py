@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.pq2_gemm.config import (
     SLICE_BYTES,
     SPLIT_CELLS,
@@ -214,6 +216,7 @@ def _finish(
         tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["m"])
 def int8_kernel(
     values_ptr,
@@ -277,6 +280,7 @@ def int8_kernel(
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
+@launched
 @triton.jit(do_not_specialize=["m"])
 def float_kernel(
     x_ptr,
@@ -326,6 +330,7 @@ def float_kernel(
     _finish(total, out_ptr, parts_ptr, arrivals_ptr, row, token, m, n, BLOCK_N, BLOCK_M, SPLIT_K)
 
 
+@launched
 @triton.jit(do_not_specialize=["begin"])
 def decode_kernel(
     codes_ptr,
@@ -379,7 +384,7 @@ def int8_linear(
     group = gcd(activation.group, weight.group)
     early = launch.early(activation.values)
     scratch = scratch_of(device)
-    int8_kernel[(launch.cdiv(m, config.block_m), launch.cdiv(n, config.block_n), config.split_k)](
+    int8_kernel[(cdiv(m, config.block_m), cdiv(n, config.block_n), config.split_k)](
         activation.values,
         activation.scales,
         activation.sums,
@@ -410,7 +415,7 @@ def float_linear(
     config = config or pick_config("float", n, k, m, launch.capability(x.device))
     early = launch.early(x)
     scratch = scratch_of(x.device)
-    float_kernel[(launch.cdiv(m, config.block_m), launch.cdiv(n, config.block_n), config.split_k)](
+    float_kernel[(cdiv(m, config.block_m), cdiv(n, config.block_n), config.split_k)](
         x,
         weight.codes,
         weight.scales,
@@ -447,7 +452,7 @@ def decode_rows(weight: PQ2Weight, first: int, rows: int, out: torch.Tensor) -> 
     """Rows ``first`` to ``first + rows`` of ``weight`` into contiguous ``out [rows, K]``, rounded to its type."""
     k = weight.in_features
     early = launch.early(out)
-    decode_kernel[(launch.cdiv(k, DECODE_WIDTH), launch.cdiv(rows, DECODE_ROWS))](
+    decode_kernel[(cdiv(k, DECODE_WIDTH), cdiv(rows, DECODE_ROWS))](
         weight.codes,
         weight.scales,
         out,

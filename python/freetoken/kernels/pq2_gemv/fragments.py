@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.host_kernel import launched
 from freetoken.kernels.pq2_gemv.order import along_row, row_codes, row_scales
 from freetoken.kernels.pq2_gemv.single import four_words, one_half
 
@@ -378,6 +379,7 @@ def _store(total, out_ptr, first_row, first_token, m, n, TILES: tl.constexpr, RO
     tl.store(cell, y.to(out_ptr.dtype.element_ty), mask=(row < n) & (token < m))
 
 
+@launched
 @triton.jit(do_not_specialize=["m", "n"])
 def fragment_kernel(
     words_ptr,

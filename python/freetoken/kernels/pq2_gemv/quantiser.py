@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.pq2_gemv.activation import SMALLEST, Quantised, TiledActivation, empty_activation
 
 STRETCH = 1024
@@ -51,6 +53,7 @@ def put_beside(scales_ptr, sums_ptr, token, group, scale, total, here, halves, g
         tl.store(sums_ptr + token * groups + group, total, mask=here)
 
 
+@launched
 @triton.jit(do_not_specialize=["halves"])
 def quantise_kernel(
     x_ptr,
@@ -104,7 +107,7 @@ def quantise(x: torch.Tensor, group: int, *, tiles: bool = False) -> Quantised:
     if tokens > 0:
         values, scales, sums, halves = buffers(done)
         early = launch.early(x)
-        quantise_kernel[(tokens, launch.cdiv(width, STRETCH))](
+        quantise_kernel[(tokens, cdiv(width, STRETCH))](
             x,
             values.view(torch.int8),
             scales,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.host_kernel import launched
 from freetoken.kernels.pq2_gemv.order import along_row, row_codes, row_scales
 
 
@@ -209,6 +210,7 @@ def _row_pointers(
     return rows
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def single_kernel(
     values_ptr,

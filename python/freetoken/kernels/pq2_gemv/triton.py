@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from freetoken.kernels import launch
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.pq2_gemv.activation import Quantised
 from freetoken.kernels.pq2_gemv.configs import MAX_TOKENS, PQ2Config, pick_config
 from freetoken.kernels.pq2_gemv.fragments import fragment_kernel
@@ -98,7 +99,7 @@ def linear(
     else:
         tiles = activation.tiled()
         source = (tiles.words, tiles.beside)
-    launched = _kernel(config)[(launch.cdiv(n, config.rows),)](
+    launched = _kernel(config)[(cdiv(n, config.rows),)](
         *source,
         weight.codes.view(torch.int32),
         weight.scales,

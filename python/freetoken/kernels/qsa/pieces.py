@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels import launch
-from freetoken.kernels.attn_decode.config import next_power_of_two
 from freetoken.kernels.attn_decode.triton import LOG2_E, tile_offsets
 from freetoken.kernels.attn_prefill.triton import softmax_step
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 from freetoken.kernels.qsa.plan import Part, PieceConfig, PiecePlan
 from freetoken.kernels.qsa.reference import Geometry, Pools
 from freetoken.kernels.qsa.triton import find_bounds, slot_of
@@ -24,6 +24,7 @@ LIST_UNROLL = 4
 """Queries whose scores are read at a time."""
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "scores_stride", "begin"])
 def piece_score_kernel(
     q_ptr,
@@ -70,6 +71,7 @@ def piece_score_kernel(
     tl.store(out, total * scale, mask=(query < count)[:, None] & (block < whole)[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["scores_stride"])
 def piece_bounds_kernel(
     scores_ptr,
@@ -88,6 +90,7 @@ def piece_bounds_kernel(
     tl.store(bounds_ptr + 2 * lane + 1, cut)
 
 
+@launched
 @triton.jit(do_not_specialize=["table_stride", "scores_stride", "list_stride", "begin"])
 def piece_list_kernel(
     scores_ptr,
@@ -143,6 +146,7 @@ def piece_list_kernel(
     tl.store(counts_ptr + number, taken * RATIO)
 
 
+@launched
 @triton.jit(do_not_specialize=["list_stride"])
 def piece_attend_kernel(
     q_ptr,
@@ -214,7 +218,7 @@ def score(
     scores = torch.empty((part.end - part.begin, part.blocks), dtype=torch.float32, device=index_q.device)
     tiles = plan.tiles[part.score]
     if scores.numel():
-        piece_score_kernel[(launch.cdiv(part.blocks, plan.config.score_n), tiles.shape[0])](
+        piece_score_kernel[(cdiv(part.blocks, plan.config.score_n), tiles.shape[0])](
             index_q,
             pools.index,
             page_table,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from freetoken.kernels.attn_decode.config import next_power_of_two
 from freetoken.kernels.attn_prefill.config import prefill_config
+from freetoken.kernels.integers import next_power_of_two
 from freetoken.kernels.qsa.reference import Geometry
 
 MOST_QUERIES = 32

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
-from freetoken.kernels.attn_decode.config import decode_config, next_power_of_two
+from freetoken.kernels.attn_decode.config import decode_config
 from freetoken.kernels.attn_decode.triton import attn_decode_triton, workspace_size
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 from freetoken.kernels.qsa.reference import Geometry, Pools
 
 SCORE_BLOCKS = 64
@@ -53,6 +55,7 @@ def _raw(
     return total / RATIO
 
 
+@launched
 @triton.jit
 def index_kernel(
     projected_ptr,
@@ -178,6 +181,7 @@ def index(
     return out
 
 
+@launched
 @triton.jit
 def score_kernel(
     q_ptr,
@@ -234,7 +238,7 @@ def score(
     scores = torch.empty((batch, most), dtype=torch.float32, device=index_q.device)
     early = launch.early(index_q)
     if scores.numel():
-        score_kernel[(launch.cdiv(most, SCORE_BLOCKS), batch)](
+        score_kernel[(cdiv(most, SCORE_BLOCKS), batch)](
             index_q,
             pools.index,
             page_table,
@@ -301,6 +305,7 @@ def find_bounds(scores, whole, KEPT: tl.constexpr, CHUNK: tl.constexpr):
     return least, cut
 
 
+@launched
 @triton.jit
 def candidates_kernel(
     scores_ptr,
@@ -341,6 +346,7 @@ def candidates_kernel(
         taken += tl.sum(take.to(tl.int32), 0)
 
 
+@launched
 @triton.jit
 def select_kernel(
     scores_ptr,
@@ -419,7 +425,7 @@ def select(
     settings = {"RATIO": config.ratio, "KEPT": config.blocks, "CHUNK": chunk, "EARLY": early}
     settings |= {"launch_pdl": early, "num_warps": max(1, min(16, chunk // 256))}
     split = SELECT_SPLIT if most > 2 * SELECT_SPLIT and config.blocks <= SELECT_SPLIT // 2 else 0
-    splits = launch.cdiv(most, split) if split else 0
+    splits = cdiv(most, split) if split else 0
     best = torch.empty((batch, splits * config.blocks), dtype=torch.float32, device=device)
     blocks = torch.empty(best.shape, dtype=torch.int32, device=device)
     strides = (scores.stride(0), best.stride(0))

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 
 LARGEST_WIDTH = 32768
 
 
+@launched
 @triton.jit
 def rms_norm_kernel(
     x_ptr,
@@ -52,7 +55,7 @@ def rms_norm(
     total = y if residual is None else torch.empty_like(x)
     if tokens > 0:
         early = launch.early(x)
-        block = launch.next_power_of_2(width)
+        block = next_power_of_two(width)
         rms_norm_kernel[(tokens,)](
             x,
             x if residual is None else residual,

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import next_power_of_two
 
 FEW_TOKENS = 64
 
 
+@launched
 @triton.jit
 def rope_kv_kernel(
     qkv_ptr,
@@ -144,8 +147,8 @@ def rope_kv(
         ROTARY_DIM=rotary,
         PAGE_SIZE=page_size,
         HEADS=heads,
-        BLOCK_HALF=launch.next_power_of_2(rotary // 2),
-        BLOCK_REST=launch.next_power_of_2(max(size - rotary, 1)),
+        BLOCK_HALF=next_power_of_two(rotary // 2),
+        BLOCK_REST=next_power_of_two(max(size - rotary, 1)),
         HAS_NORM=q_norm is not None,
         EARLY=early,
         launch_pdl=early,

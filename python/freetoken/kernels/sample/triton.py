@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv, next_power_of_two
 from freetoken.kernels.sample.params import TOP_K_OFF, SampleParams
 from freetoken.kernels.sample.reference import TILE
 
@@ -82,6 +83,7 @@ def _keep(y, ids, floor_ptr, last_ptr, row):
     return tl.where((y > floor) | ((y == floor) & (ids <= last)), y, float("-inf"))
 
 
+@launched
 @triton.jit
 def _tile_stats(
     x_ptr,
@@ -118,6 +120,7 @@ def _tile_stats(
         tl.store(lse_ptr + row * tiles + tile, tl.log(tl.sum(tl.exp(y - base), 0)) + base)
 
 
+@launched
 @triton.jit
 def _pick(
     x_ptr,
@@ -384,6 +387,7 @@ def _top_p_bound(
     return lo, count_lo, count_hi, wanted
 
 
+@launched
 @triton.jit
 def _select(
     x_ptr,
@@ -453,7 +457,7 @@ def _check(logits: torch.Tensor, sample_vocab: int) -> tuple[int, int]:
         raise ValueError("logits must be float32 [rows, vocabulary] with contiguous rows")
     if not 0 < sample_vocab <= logits.shape[1]:
         raise ValueError(f"sample_vocab {sample_vocab} does not fit {logits.shape[1]} logits")
-    return logits.shape[0], launch.cdiv(sample_vocab, TILE)
+    return logits.shape[0], cdiv(sample_vocab, TILE)
 
 
 def argmax_ids(logits: torch.Tensor, sample_vocab: int) -> torch.Tensor:
@@ -500,7 +504,7 @@ def kept_bounds(
     _select[(rows,)](
         logits, logits.stride(0), params.inv_temperature, params.top_k, params.top_p, params.log_min_p, params.greedy,
         stats[0], scratch, bounds[0], bounds[1].view(torch.int32), sample_vocab, tiles, HAS_K=params.has_top_k,
-        HAS_P=params.has_top_p, CAP_=cap, CHUNK_=chunk, TILES_=launch.next_power_of_2(tiles), num_warps=SELECT_WARPS,
+        HAS_P=params.has_top_p, CAP_=cap, CHUNK_=chunk, TILES_=next_power_of_two(tiles), num_warps=SELECT_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return bounds
@@ -524,6 +528,6 @@ def _run(logits: torch.Tensor, params: SampleParams | None, sample_vocab: int, c
     _pick[(rows,)](
         logits, logits.stride(0), stats[0] if heat is None else heat, bounds[0], bounds[1].view(torch.int32), greedy, key,
         stats[0], args, stats[1], out, sample_vocab, tiles, rows, DRAW=params is not None, FILTERED=filtered, TILE_=TILE,
-        TILES_=launch.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
+        TILES_=next_power_of_two(tiles), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 
 BLOCK = 1024
 
 
+@launched
 @triton.jit
 def silu_mul_kernel(gate_up_ptr, out_ptr, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Grid ``(T, ceil(width / BLOCK))`` over contiguous ``gate_up [T, 2 * width]`` and ``out [T, width]``."""
@@ -33,11 +36,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(tokens, width)
     if tokens > 0:
         early = launch.early(gate_up)
-        grid = (tokens, launch.cdiv(width, BLOCK))
+        grid = (tokens, cdiv(width, BLOCK))
         silu_mul_kernel[grid](gate_up, out, width=width, BLOCK=BLOCK, EARLY=early, launch_pdl=early, num_warps=4)
     return out
 
 
+@launched
 @triton.jit
 def sigmoid_mul_kernel(
     x_ptr, gate_ptr, out_ptr, x_stride, gate_stride, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
@@ -63,7 +67,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if tokens > 0:
         early = launch.early(x)
         strides = (x.stride(0), gate.stride(0))
-        grid = (tokens, launch.cdiv(width, BLOCK))
+        grid = (tokens, cdiv(width, BLOCK))
         sigmoid_mul_kernel[grid](
             x, gate, out, *strides, width=width, BLOCK=BLOCK, EARLY=early, launch_pdl=early, num_warps=4
         )

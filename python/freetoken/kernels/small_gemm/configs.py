@@ -6,6 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from freetoken.kernels.integers import next_power_of_two
+
 MAX_TOKENS = 16
 """Rows of x up to which these kernels run with a weight of many rows; more go to torch's matmul."""
 NARROW = 128
@@ -81,10 +83,6 @@ def m_class(m: int) -> int:
     return 1 if m == 1 else 16 if m <= 16 else 32
 
 
-def _power_of_two_at_least(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def pick_config(
     n: int, k: int, m: int, capability: Capability | None = None, *, silu: bool = False, wide: bool = False
 ) -> GemmConfig:
@@ -99,14 +97,14 @@ def pick_config(
     if found is not None and not ((wide or silu) and found.kind == "fragments"):
         return found
     if m == 1:
-        block_k = min(1024, _power_of_two_at_least(k))
+        block_k = min(1024, next_power_of_two(k))
         if n <= NARROW:
             return GemmConfig(1, block_k, num_warps=max(1, min(4, block_k // 256)))
         block_n = 2 if n >= 16384 or k >= 8192 else 4 if n >= 1024 else 2
         return GemmConfig(block_n, block_k, num_warps=max(1, min(4, block_n * block_k // 512)))
     if n <= NARROW and k % 32 == 0 and not silu:
         return _narrow(n, k)
-    block_k = max(16, min(64, _power_of_two_at_least(k)))
+    block_k = max(16, min(64, next_power_of_two(k)))
     split = 1
     while split < 8 and n // 64 * split < 96 and k // (split * 2) >= 512:
         split *= 2

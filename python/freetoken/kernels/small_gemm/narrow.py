@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freetoken.kernels.host_kernel import launched
 from freetoken.kernels.pq2_gemv.single import four_words
 
 
@@ -150,6 +151,7 @@ def _squash(value, row, ROWS: tl.constexpr, DIVISOR: tl.constexpr, STORAGE: tl.c
     return value
 
 
+@launched
 @triton.jit(do_not_specialize=["m"])
 def narrow_kernel(
     x_ptr,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 from freetoken.kernels.small_gemm.configs import GemmConfig, m_class, max_tokens, pick_config
 from freetoken.kernels.small_gemm.narrow import _squash, narrow_kernel
 
@@ -31,8 +33,8 @@ class Scratch:
         if config.split_k == 1:
             return
         if config.kind == "fragments":
-            rows = 8 if rows <= 8 else launch.cdiv(rows, 16) * 16
-        parts, blocks = config.split_k * rows * halves * n, launch.cdiv(n, config.block_n) * launch.cdiv(rows, 16)
+            rows = 8 if rows <= 8 else cdiv(rows, 16) * 16
+        parts, blocks = config.split_k * rows * halves * n, cdiv(n, config.block_n) * cdiv(rows, 16)
         if self.parts is None or self.parts.numel() < parts:
             self.parts = torch.empty(parts, dtype=torch.float32, device=device)
         if self.arrivals is None or self.arrivals.numel() < blocks:
@@ -74,6 +76,7 @@ def _activations(x_ptr, start, offset, end, EVEN: tl.constexpr, CACHE: tl.conste
     return x.to(tl.float32)[None, :]
 
 
+@launched
 @triton.jit
 def gemv_kernel(
     x_ptr,
@@ -166,6 +169,7 @@ def gemv_kernel(
         tl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr,
@@ -283,11 +287,11 @@ def _launch(
         "num_warps": config.num_warps,
     }
     tiles = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SILU": silu}
-    grid = (launch.cdiv(n, config.block_n), config.split_k)
+    grid = (cdiv(n, config.block_n), config.split_k)
     beside = (weight if bias is None else bias, out, parts, arrivals)
     squashed = {"SQUASHED": squash[0], "DIVISOR": squash[1]}
     if m == 1 and not fragments:
-        steps = launch.cdiv(k, config.block_k * config.split_k)
+        steps = cdiv(k, config.block_k * config.split_k)
         unrolled = {"UNROLL": config.unroll, "AHEAD": min(config.ahead, steps)}
         gemv_kernel[grid](x, weight, *beside, **unrolled, **squashed, **tiles, **settings)
     elif not fragments:
@@ -297,7 +301,7 @@ def _launch(
     else:
         own = {"WARPS": config.num_warps, "UNROLL": config.unroll, "HALVES": 1 if m <= 8 else 2}
         own |= {"BF16": x.dtype == torch.bfloat16, "ON_GPU": x.is_cuda, **squashed}
-        narrow_kernel[(*grid, launch.cdiv(m, 16))](
+        narrow_kernel[(*grid, cdiv(m, 16))](
             x.view(torch.int32), weight.view(torch.int32), *beside, m, **own, **settings
         )
 

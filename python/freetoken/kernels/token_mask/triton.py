@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.kernels import launch
+from freetoken.kernels.host_kernel import launched
+from freetoken.kernels.integers import cdiv
 
 BLOCK = 4096
 
 
+@launched
 @triton.jit
 def token_mask_kernel(logits_ptr, row_stride, places_ptr, masks_ptr, words, vocab, BLOCK: tl.constexpr):
     """Grid ``(G, ceil(vocab / BLOCK))``; ``masks [G, words]`` contiguous."""
@@ -30,5 +32,5 @@ def token_mask(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor) 
     count, vocab = masks.shape[0], logits.shape[1]
     if count == 0:
         return
-    grid = (count, launch.cdiv(vocab, BLOCK))
+    grid = (count, cdiv(vocab, BLOCK))
     token_mask_kernel[grid](logits, logits.stride(0), places, masks, masks.shape[1], vocab, BLOCK=BLOCK, num_warps=8)
