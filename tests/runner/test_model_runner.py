@@ -302,7 +302,7 @@ def test_a_step_never_waits_for_the_gpu(geometry: dict[str, object], tmp_path: P
     """Launching decode and prefill steps reads nothing back, not even off checkpoints: only collecting does."""
     config = make_config(tmp_path, (1, 2, 4), geometry, overlap=True)
     runner = ModelRunner(config)
-    long = [np.random.default_rng(9).integers(0, 999, 200).tolist()]
+    long = [np.random.default_rng(9).integers(0, 999, 300).tolist()]
     generate(runner, config, [*prompts_of(3, 0), *long], 4)
     launch, modes = runner.launch, []
 
