@@ -85,9 +85,16 @@ def test_a_first_part_without_tensors_and_the_table_in_another(tmp_path: Path) -
 def test_a_folder_of_two_sets_names_none(parts: list[Path], tmp_path: Path) -> None:
     for path in parts:
         (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "aa-mmproj-F16.gguf").write_bytes(b"a vision tower, never opened")
     assert open_checkpoint(tmp_path).path == tmp_path / parts[0].name
     (tmp_path / "other-00001-of-00002.gguf").symlink_to(parts[0])
     with pytest.raises(StartupError, match=r"2 models in \.gguf files; name one of them"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_of_nothing_but_a_vision_tower_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mmproj.gguf").write_bytes(container([pair("general.architecture", 8, string("clip"))], [], b""))
+    with pytest.raises(StartupError, match=r"mmproj\.gguf.*'clip'"):
         open_checkpoint(tmp_path)
 
 

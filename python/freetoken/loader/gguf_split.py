@@ -39,9 +39,11 @@ def set_name(path: Path) -> str:
 
 
 def models_among(files: list[Path]) -> list[Path]:
-    """One path for each model among ``files`` of one folder, given in order: parts that belong together count once."""
+    """One path for each model among ``files`` of one folder, given in order: parts that belong together count once, and beside other files
+    those of vision towers (``mmproj`` in their names, as llama.cpp finds them) do not count."""
     found: dict[tuple[str, str], Path] = {}
-    for file in files:
+    towers = [file for file in files if "mmproj" in file.name.lower()]
+    for file in files if len(towers) == len(files) else [file for file in files if file not in towers]:
         match = _PART.fullmatch(file.name)
         found.setdefault((match[1], match[3]) if match else (file.name, ""), file)
     return list(found.values())
