@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments the first six groups, else those that are
+# On a machine with an NVIDIA GPU: the GPU tests, then the committed GPU figures. Without arguments the first five groups, else those that are
 # named, so that it can be done in turns:
 #   tests     every test that needs a GPU
 #   ops       each fused op beside its reference and the roof
 #   dense     Qwen3-8B, without and with HTTP, and under a grammar
 #   hybrid    Qwen3.5-27B in bf16: steps, and a hit of a long prefix
-#   experts   mixtures of experts in bf16 and FP8
 #   packed    the 27B in 2 bits, without and with HTTP
+#   experts   mixtures of experts in bf16 and FP8
 #   ab        three flags, each on and off in pairs of fresh processes: prefill, and decode with graphs and without
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
@@ -158,8 +158,8 @@ wanted() {
     done
 }
 
-usual="tests ops dense hybrid experts packed"
-known="$usual ab qwen4 profile replay"
+usual="tests ops dense hybrid packed"
+known="$usual experts ab qwen4 profile replay"
 groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
