@@ -166,7 +166,8 @@ def checks_table(checks: list[dict[str, Any]]) -> str:
     rows = []
     for check in checks:
         versions = ", ".join(f"{k} {v}" for k, v in check["versions"].items())
-        taken = "-" if check["seconds"] is None else f"{check['seconds']:,} s"
+        seconds = check.get("seconds")
+        taken = "-" if seconds is None else f"{seconds:,} s"
         when, failed = check["time"][:16].replace("T", " "), ", ".join(check["failed"]) or "nothing"
         rows.append(
             (

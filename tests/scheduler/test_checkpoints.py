@@ -86,6 +86,21 @@ def test_on_a_gpu_the_end_of_a_short_prompt_is_not_worth_a_pass() -> None:
     assert h.runner.snapshots[1:] == [("enough", least)]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("length", "hit"), [(460, 456), (452, 200)])
+def test_equal_prompts_wait_where_only_a_junction_lies_before_their_end(device: str, length: int, hit: int) -> None:
+    """A stored path of which no state is kept shares 200 tokens with four equal prompts: the first computes all of it, and the others start
+    where it left a checkpoint, at the end if that spares enough."""
+    h = Harness(replace(make_config(), device=device), num_pages=2000, max_rows=16, state_blocks=64)
+    stem = prompt(0, 200)
+    assert serve(h, "before", [*stem, *prompt(1, 100)]) == 0
+    same = [*stem, *prompt(2, length - 200)]
+    for index in range(4):
+        h.add(f"s{index}", same, max_new_tokens=3, ignore_eos=True)
+    h.run()
+    assert [cached(h, f"s{index}") for index in range(4)] == [0, hit, hit, hit]
+
+
 @BOTH
 def test_the_third_request_hits_where_the_second_parted_from_the_first(overlap: bool) -> None:
     h = harness(overlap=overlap)

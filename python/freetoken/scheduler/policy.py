@@ -90,7 +90,7 @@ def checkpoint_positions(
     between = [
         position
         for position in range(start // stride * stride + stride, end, stride)
-        if all(abs(position - other) >= CHECKPOINT_TOKENS for other in fixed)
+        if all(abs(position - other) >= CHECKPOINT_TOKENS for other in (*fixed, end))
     ]
     return sorted((*fixed[1:], *between))
 

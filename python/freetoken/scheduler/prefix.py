@@ -3,7 +3,7 @@
 For a model with recurrent state a stored prefix is of use only up to a position whose state was kept: KV pages and state
 are taken together or not at all. The state of a running request moves on with every token, so it is copied out while its
 prompt is computed, at the ends of pieces; what a request generates is stored as pages alone, and the next turn starts from
-the state at the end of the prompt before it.
+the state at the end of the prompt before it, or from one not far before that end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PrefixCache:
         """The last position, usable by ``req``, whose state ``other`` is going to keep; 0 for none that pays.
 
         ``start`` tokens of ``req`` are usable now, and ``stored`` are in the tree. Where the two part gets a cut if
-        ``other`` has not passed it and no cut lies near before it.
+        ``other`` has not passed it and no cut that pays lies near before it.
         """
         if not self.checkpoints.total:
             return 0
@@ -96,7 +96,8 @@ class PrefixCache:
             return 0
         positions = (*other.cuts, *self.checkpoints.pending(other))
         last = max((position for position in positions if position <= limit), default=0)
-        if limit > other.computed and limit - max(last, start) >= policy.SHARED_PREFIX_TOKENS:
+        useless = last < start + policy.SHARED_PREFIX_TOKENS and limit - last >= policy.CHECKPOINT_TOKENS
+        if limit > other.computed and (useless or limit - max(last, start) >= policy.SHARED_PREFIX_TOKENS):
             index = bisect.bisect(other.cuts, limit)
             near = index < len(other.cuts) and other.cuts[index] - limit < policy.CHECKPOINT_TOKENS
             other.cuts[index : index + near] = [limit]
