@@ -33,6 +33,12 @@ def test_kernel_flags(name: str, text: str, mode: str) -> None:
     assert environ.get(name, {name: text}) == mode
 
 
+def test_a_text_of_few_values() -> None:
+    assert environ.get("FREETOKEN_PQ2_GEMM_FORM", {"FREETOKEN_PQ2_GEMM_FORM": "dense"}) == "dense"
+    with pytest.raises(EnvironmentValueError, match="FREETOKEN_PQ2_GEMM_FORM='fp8': one of auto, int8, float, dense"):
+        environ.validate({"FREETOKEN_PQ2_GEMM_FORM": "fp8"})
+
+
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 @pytest.mark.parametrize("text", ["2", "yes", "on", "-1", "1.0", "Check!"])
 def test_a_value_outside_the_set_names_the_variable(name: str, text: str) -> None:

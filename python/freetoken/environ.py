@@ -23,14 +23,14 @@ class EnvironmentValueError(ValueError):
 class EnvVar:
     """One row of the table: ``name``, ``kind`` (``kernel``, ``bool``, ``int``, ``float`` or ``str``), default, meaning.
 
-    ``choices``, where given, are the only values of an ``int``.
+    ``choices``, where given, are the only values of an ``int`` or a ``str``.
     """
 
     name: str
     kind: Literal["kernel", "bool", "int", "float", "str"]
     default: str
     help: str
-    choices: tuple[int, ...] = ()
+    choices: tuple[int | str, ...] = ()
 
 
 _KERNEL_HELP = "`1` fused kernel on CUDA and reference elsewhere, `0` reference, `check` both, compared on every call"
@@ -101,6 +101,7 @@ TABLE: tuple[EnvVar, ...] = (
         "auto",
         "How many tokens are multiplied with two-bit weights: `int8` with integer tensor cores, `float` with tiles of weights decoded "
         "to the model's type, `dense` with slices of weights decoded ahead, `auto` as is fastest for their number.",
+        choices=("auto", "int8", "float", "dense"),
     ),
     EnvVar(
         "FREETOKEN_PQ2_ACTIVATION_GROUP",
@@ -186,6 +187,8 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> bool | int | flo
         if row.kind == "bool":
             return _BOOL[value.lower()]
         if row.kind == "str":
+            if row.choices and value not in row.choices:
+                raise ValueError(value)
             return value
         number = int(value) if row.kind == "int" else float(value)
         if not 0 <= number < float("inf") or (row.choices and number not in row.choices):

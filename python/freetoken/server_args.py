@@ -164,7 +164,7 @@ class ServerArgs:
     state_checkpoint_interval: int = _flag(
         2048,
         "memory",
-        "Prompt tokens between two checkpoints of recurrent state (see --state-cache-gb); whole pages.",
+        "Prompt tokens between two checkpoints of recurrent state (see --state-cache-gb), rounded down to whole pages.",
         kind=int,
     )
 

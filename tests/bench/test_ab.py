@@ -175,6 +175,9 @@ def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
         (["--ahead", "2", "--workload", "ops"], "--workload one_batch"),
         (["--output", "/nowhere/at/all.jsonl"], "folder does not exist"),
         (["--pairs", "2"], "the arms have no setting of their own"),
+        (["--bound", "nan"], "--bound must be at least 0 and finite, not nan"),
+        (["--flag", "FREETOKEN_FUSED_NORM", "--", "--output-len", "4"], "--output-len must be at least 6, not 4"),
+        (["--flag", "FREETOKEN_FUSED_NORM", "--b-args", "--repeats 0"], "--repeats must be at least 1, not 0"),
         (
             ["--b-args", "--page-size 32", "--pairs", "2", "--", "--model-path", "/nowhere"],
             "arm A (as it is) failed: model path /nowhere does not",

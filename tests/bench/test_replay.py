@@ -207,6 +207,8 @@ def test_linked_inputs_carry_an_error_on(captured: tuple[Path, Path], capsys: py
     assert rerun(captured[1], *arguments, "--linked") == 1
     assert "12 differ" in capsys.readouterr().out
     assert rerun(captured[1], *arguments, "--linked", "--bound", "0.01") == 0
+    for bound in ("nan", "-1", "inf"):
+        assert rerun(captured[1], *arguments, "--bound", bound) == 1
 
 
 @pytest.mark.parametrize("kind", ["dense"], indirect=True)

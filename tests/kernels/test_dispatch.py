@@ -140,13 +140,20 @@ def test_flags_come_before_the_package(fake_sgl: types.ModuleType, monkeypatch: 
 
 def test_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Facts(0, False, 2, 1))
-    assert command.main() == 0
+    assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(dispatch.OPS)
     assert lines[1].split()[:4] == ["rms_norm", NORM, "1", "reference"] and lines[1].endswith("no CUDA device")
     assert "sm_80 sm_86 sm_89 sm_90 sm_120" in lines[1]
+    with pytest.raises(SystemExit):
+        command.main(["--bogus"])
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+    monkeypatch.setenv("FREETOKEN_BOGUS", "1")
+    assert command.main([]) == 1
+    assert capsys.readouterr().err.startswith("FREETOKEN_BOGUS is not a freetoken setting")
+    monkeypatch.delenv("FREETOKEN_BOGUS")
     monkeypatch.setenv(NORM, "2")
-    assert command.main() == 1
+    assert command.main([]) == 1
     assert capsys.readouterr().err.startswith("FREETOKEN_FUSED_NORM='2': use 1, 0 or check")
 
 

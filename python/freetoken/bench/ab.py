@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from freetoken import environ, hardware
-from freetoken.bench import ab_stats, cli, figures, svg
+from freetoken.bench import ab_stats, cli, figures, one_batch, svg
 from freetoken.bench.ab_arm import Arm
 from freetoken.bench.ab_runs import Setting, run_wave
 from freetoken.bench.ab_stats import Comparison
@@ -109,14 +109,16 @@ def check(args: argparse.Namespace) -> None:
         raise StartupError(f"--timeout must be above 0, not {args.timeout:g}")
     if args.device == "cuda" and not hardware.probe().usable_gpu:
         raise StartupError(f"--device cuda: {hardware.probe().device_reason}")
-    if args.bound is not None and not args.bound >= 0:
-        raise StartupError(f"--bound must be at least 0, not {args.bound:g}")
+    cli.require_bound(args.bound)
     if args.workload != "serving" and args.server_args:
         raise StartupError("--server-args belongs to --workload serving")
     for name in ("output", "markdown", "plot"):
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise StartupError(f"--{name} {path}: its folder does not exist")
+    if args.workload == "one_batch":
+        for arm in settings(args):
+            one_batch.check(one_batch.parser().parse_args([*args.words, *arm.words]))
 
 
 def _words(setting: Setting, args: argparse.Namespace) -> list[str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetoken import hardware
-from freetoken.bench import one_batch, ops, serving
+from freetoken.bench import one_batch, ops
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
 from freetoken.models.config import ModelConfig
@@ -205,6 +205,7 @@ def _probe(arm: Arm, base: str, vocab: int) -> None:
 
 def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
     """Rates and latencies of a server started for this run."""
+    from freetoken.bench import serving
     from freetoken.server_args import ServerArgs
     from freetoken.server_args import parser as server_parser
     from freetoken.startup import prepare

@@ -21,6 +21,12 @@ def require_at_least(args: argparse.Namespace, lowest: Mapping[str, int]) -> Non
                 raise StartupError(f"--{name.replace('_', '-')} must be at least {low}, not {item}")
 
 
+def require_bound(bound: float | None) -> None:
+    """:class:`StartupError` for a given ``--bound`` that no error could be compared with."""
+    if bound is not None and not 0 <= bound < float("inf"):
+        raise StartupError(f"--bound must be at least 0 and finite, not {bound:g}")
+
+
 def server_values(args: argparse.Namespace, own: Collection[str]) -> dict[str, Any]:
     """The arguments that are the server's flags: all but the benchmark's ``own``."""
     return {name: value for name, value in vars(args).items() if name not in own}

@@ -11,9 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from freetoken.bench.datasets import Prompt
+from freetoken.bench.extra import aiohttp
 from freetoken.bench.report import Outcome
 
 BACKENDS = {

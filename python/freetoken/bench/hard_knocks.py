@@ -15,9 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import aiohttp
-
 from freetoken.bench import cli, figures
+from freetoken.bench.extra import aiohttp
 from freetoken.bench.knocks import parts, soak
 from freetoken.bench.knocks.target import Target
 from freetoken.errors import StartupError

@@ -238,6 +238,7 @@ def _timed(
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The ``run`` command; :class:`ReplayError` when an implementation does not make what was recorded."""
     cli.require_at_least(args, {"pairs": 2, "layers": 0})
+    cli.require_bound(args.bound)
     import torch
 
     from freetoken.bench.recorder import parameters_of

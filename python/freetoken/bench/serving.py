@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
 from tqdm import tqdm
 
 from freetoken.bench import cli, figures, report
 from freetoken.bench.client import BACKENDS, Target, send
 from freetoken.bench.datasets import Prompt, file_prompts, random_prompts, shared_prefix_prompts
+from freetoken.bench.extra import aiohttp
 from freetoken.bench.report import Outcome
 from freetoken.errors import StartupError
 

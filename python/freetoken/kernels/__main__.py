@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -29,11 +30,14 @@ def render(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def main() -> int:
-    """Print the table for the device this machine would serve on; 1 when a flag has a bad value."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table for the device this machine would serve on; 1 when a setting is unknown or has a bad value."""
+    description = "Print which implementation each fused op uses on this machine, and why."
+    argparse.ArgumentParser(prog="python -m freetoken.kernels", description=description).parse_args(argv)
     device = "cuda" if hardware.probe().usable_gpu else "cpu"
     capability = hardware.capability() if device == "cuda" else None
     try:
+        environ.validate()
         print(render([HEAD, *rows(table(device), capability)]))
     except EnvironmentValueError as error:
         print(error, file=sys.stderr)

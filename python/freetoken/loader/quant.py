@@ -23,7 +23,9 @@ def decode_blocks(blocks: np.ndarray, type_id: int) -> np.ndarray:
     ``blocks`` is uint8 ``[rows, row_bytes]``; the result is float32 ``[rows, row_elements]``. Block layouts are those
     of the ``gguf`` package, whose decoders do the work.
     """
-    return dequantize(blocks, GGMLQuantizationType(type_id))
+    # Scales of a damaged file may be infinite or NaN: so are its weights, without a warning for each block.
+    with np.errstate(all="ignore"):
+        return dequantize(blocks, GGMLQuantizationType(type_id))
 
 
 def split_planes(blocks: torch.Tensor, type_name: str) -> tuple[torch.Tensor, torch.Tensor]:

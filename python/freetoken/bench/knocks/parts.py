@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import yarl
 
+from freetoken.bench.extra import aiohttp
 from freetoken.bench.knocks import fuzz
 from freetoken.bench.knocks.target import HONEST, Target
 

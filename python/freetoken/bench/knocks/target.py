@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
+from freetoken.bench.extra import aiohttp
 from freetoken.errors import StartupError
 
 HONEST: dict[str, Any] = {
