@@ -220,3 +220,8 @@ def keep_profiler_tools() -> None:
     """Tell the profiler to keep its tracing tools in place between profiles: taking them down loses the events of a profile that
     follows soon, and before CUDA 12.6 crashes graphs."""
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
+
+
+def profiler_tools_stay() -> bool:
+    """Whether :func:`keep_profiler_tools` was called here."""
+    return os.environ.get("TEARDOWN_CUPTI") == "0"

@@ -90,3 +90,24 @@ def test_the_tools_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     uncaptured.profiled(lambda: seen.append(os.environ.get("TEARDOWN_CUPTI")))
     assert set(seen) == {"0"} and len(seen) == uncaptured.PROFILED_CALLS
+
+
+@pytest.mark.parametrize(("profiled", "said"), [(True, ["written"]), (False, ["written", "taken down"])])
+def test_a_process_with_the_tools_in_place_ends_at_once(profiled: bool, said: list[str]) -> None:
+    """What would take them down at its end does not run; what was written is there, and so is the exit status."""
+    code = f"""
+import atexit
+from freetoken import environ
+from freetoken.bench import cli
+atexit.register(print, "taken down")
+if {profiled}:
+    environ.keep_profiler_tools()
+print("written")
+cli.leave(3)
+"""
+    path = {name: value for name, value in os.environ.items() if name != "TEARDOWN_CUPTI"}
+    path["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (3, said), done.stderr

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetoken import hardware
-from freetoken.bench import one_batch, ops
+from freetoken.bench import cli, one_batch, ops
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
 from freetoken.models.config import ModelConfig
@@ -283,4 +283,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.leave(main())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from freetoken import environ
 from freetoken.bench import figures
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
@@ -30,6 +32,16 @@ def require_bound(bound: float | None) -> None:
 def server_values(args: argparse.Namespace, own: Collection[str]) -> dict[str, Any]:
     """The arguments that are the server's flags: all but the benchmark's ``own``."""
     return {name: value for name, value in vars(args).items() if name not in own}
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, all being written. Where the profiler's tools are in place that is at once: taken down beside captured graphs they
+    abort it now and then."""
+    if environ.profiler_tools_stay():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def entry(args: argparse.Namespace, run: Callable[[argparse.Namespace], list[dict[str, Any]]]) -> int:
