@@ -189,7 +189,7 @@ fi
 if wanted ops ops; then
     part "ops" op_figures
 fi
-if wanted dense qwen3-8b-one-batch qwen3-8b-grammar qwen3-8b-serving; then
+if wanted dense qwen3-8b-one-batch qwen3-8b-serving; then
     part "one batch" "$python" -m freetoken.bench.one_batch "${model[@]}" --label "$label" \
         --shape "1x$input" "16x$input" "64x$input" 8x2048 --output-len "$output" --repeats 2 --compare-grammar "16x$input" \
         --output "$out/qwen3-8b-one-batch.jsonl"
