@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from freetoken.server import http
 from server.conftest import Served, serving
 
 USER = [{"role": "user", "content": "say:x"}]
@@ -200,6 +202,34 @@ def test_body_limit() -> None:
         assert refusal(answer, 413)["code"] == "request_too_large" and "--max-request-bytes" in answer.text
         pieces = (b"x" * 400 for _ in range(10))
         assert refusal(httpx.post(served.url + "/v1/completions", content=pieces), 413)
+        assert served.chat("say:ok").status_code == 200
+
+
+def raw_post(url: str, head: str, *parts: bytes) -> bytes:
+    """What the server answers to a client that sends all before it reads."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{head}\r\n\r\n".encode())
+        for part in parts:
+            connection.sendall(part)
+        answer = b""
+        while received := connection.recv(65536):
+            answer += received
+        return answer
+
+
+def test_a_client_that_sends_all_before_it_reads_is_told_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DROP_SECONDS", 0.5)
+    with serving(max_request_bytes=4_000_000) as served:
+        pieces = [b"x" * 1_000_000] * 15
+        whole = raw_post(served.url, f"Content-Length: {15_000_000}", *pieces)
+        chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+        chunked = raw_post(served.url, "Transfer-Encoding: chunked", *chunks, b"0\r\n\r\n")
+        asking = raw_post(served.url, f"Content-Length: {15_000_000}\r\nExpect: 100-continue")
+        huge = raw_post(served.url, f"Content-Length: {10**15}")
+        slow = raw_post(served.url, f"Content-Length: {15_000_000}", b"x" * 1000)
+        for answer in (whole, chunked, asking, huge, slow):
+            assert answer.startswith(b"HTTP/1.1 413 ") and b"--max-request-bytes" in answer, answer[:100]
         assert served.chat("say:ok").status_code == 200
 
 
