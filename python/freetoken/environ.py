@@ -60,8 +60,8 @@ TABLE: tuple[EnvVar, ...] = (
         "FREETOKEN_FAST_LAUNCH",
         "bool",
         "1",
-        "Remember what each kind of kernel launch was compiled to; `0` lets Triton find it anew at every launch, which takes several times as "
-        "long and bounds short prompts.",
+        "Remember what each kind of kernel launch was compiled to; `0` lets Triton find it anew at every launch, for which short prompts "
+        "wait (docs/kernels.md).",
     ),
     EnvVar("FREETOKEN_FUSED_SAMPLER", "kernel", "1", f"Filtering and drawing of sampled ids: {_KERNEL_HELP}."),
     EnvVar("FREETOKEN_FUSED_TOKEN_MASK", "kernel", "1", f"Token masks of structured output: {_KERNEL_HELP}."),
@@ -223,5 +223,5 @@ def keep_profiler_tools() -> None:
 
 
 def profiler_tools_stay() -> bool:
-    """Whether :func:`keep_profiler_tools` was called here."""
+    """Whether they are kept in place here, as :func:`keep_profiler_tools` asks."""
     return os.environ.get("TEARDOWN_CUPTI") == "0"
