@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 from make_tiny_model import make_tiny_model
 
-from freetoken.bench import ab, ab_stats, figures
+from freetoken.bench import ab, ab_arm, ab_stats, figures
 from freetoken.bench.ab import NotEquivalentError, Setting, equivalence, experiment, score_distance
 from freetoken.bench.ab_arm import Arm
-from freetoken.bench.ab_runs import Run
+from freetoken.bench.ab_runs import Run, take_turns
 from freetoken.errors import StartupError
 
 ARMS = Path(__file__).parent / "arms"
@@ -24,7 +25,9 @@ PACKAGE = Path(ab.__file__).parents[2]
 
 def noisy(rng: random.Random, factor: float = 1.0, spread: float = 0.03) -> Arm:
     """A run of 10 ms with noise, drift left out: ids that every arm draws."""
-    return Arm({"decode, ms": 10 * factor * math.exp(rng.gauss(0, spread))}, {"decode, ms": True}, [[1, 2]], [{}], 0.1)
+    return Arm(
+        {"decode, ms": [10 * factor * math.exp(rng.gauss(0, spread))]}, {"decode, ms": True}, [[1, 2]], [{}], 0.1
+    )
 
 
 def verdict(seed: int, factor: float, **counts: int) -> str:
@@ -113,7 +116,7 @@ def words(model: Path, arms: str, folder: Path) -> list[str]:
 def test_a_slowed_arm_is_measured(model: Path, tmp_path: Path) -> None:
     arguments = words(model, "slow", tmp_path)
     # Several runs are made ready at once: those that wait take no time from the one that is timed.
-    assert ab.main(["--ahead", "3", *arguments, "--eager-too"]) == 0
+    assert ab.main(["--ahead", "4", *arguments, "--eager-too"]) == 0
     found = {f["metric"]: f for f in figures.read(tmp_path / "o.jsonl")}
     decode = [f for name, f in found.items() if name.startswith("decode")]
     # Two pairs leave a wide interval: the verdict needs more of them, the ratio does not.
@@ -143,16 +146,58 @@ def test_a_run_that_is_given_up_leaves_nothing() -> None:
     with Run(Setting("A", {}, ()), ["ops", "", "all"], 60.0) as run:
         run.wait_ready()
         process, folder = run._process, run._result.parent
-        assert process.poll() is None and folder.exists()
+        assert run.left == 1 and process.poll() is None and folder.exists()
     assert process.returncode is not None and not folder.exists()
 
 
-def test_a_run_that_hangs_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_hangs_is_late() -> None:
     with Run(Setting("B", {"X": "1"}, ()), ["ops", "", "all"], 60.0) as run:
-        run._ready = run._result
+        run.wait_ready()
         run._timeout = 0.0
+        # Nobody told it to go.
         with pytest.raises(StartupError, match=r"arm B \(X=1\) ran past 0 s"):
-            run.wait_ready()
+            run._answer()
+
+
+def test_a_run_that_dies_is_named() -> None:
+    with Run(Setting("B", {"X": "1"}, ()), ["ops", "", "all"], 60.0) as run:
+        run.wait_ready()
+        run._process.kill()
+        run._process.wait()
+        with pytest.raises(StartupError, match=r"arm B \(X=1\) failed: exit status -9"):
+            run.turn()
+
+
+class Turned:
+    """Stands for a run: writes its name into ``order`` at each turn."""
+
+    def __init__(self, name: str, left: int, order: list[str]) -> None:
+        self.name, self.left, self.order = name, left, order
+
+    def turn(self) -> None:
+        self.left -= 1
+        self.order.append(self.name)
+
+
+def test_pairs_take_turns() -> None:
+    order: list[str] = []
+    runs: Any = [Turned("a", 2, order), Turned("b", 4, order)]
+    take_turns(runs)
+    assert "".join(order) == "ab" + "ba" + "b" + "b"
+    order.clear()
+    alone: Any = [Turned("a", 3, order)]
+    take_turns(alone)
+    assert order == ["a"] * 3
+
+
+def test_turns_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, done = io.StringIO(), []
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\n"))
+    monkeypatch.setattr(ab_arm, "stay_on_a_core", lambda: None)
+    with pytest.raises(StartupError, match="nobody waits"):
+        for _ in ab_arm.in_turns(answers)(3):
+            done.append(answers.getvalue())
+    assert done == ["3\n", "3\ndone\n"]
 
 
 def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +217,7 @@ def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
         (["--pairs", "1"], "--pairs must be at least 2"),
         (["--server-args", "--port 1"], "--workload serving"),
         (["--ahead", "0"], "--ahead must be at least 1"),
+        (["--ahead", "3"], "--ahead must be 1 or even, not 3"),
         (["--ahead", "2", "--workload", "ops"], "--workload one_batch"),
         (["--output", "/nowhere/at/all.jsonl"], "folder does not exist"),
         (["--pairs", "2"], "the arms have no setting of their own"),
@@ -204,8 +250,6 @@ def test_one_arm_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_an_arm_writes_only_whole_results(model: Path, tmp_path: Path) -> None:
-    from freetoken.bench import ab_arm
-
     result = tmp_path / "r.json"
     run = ["--model-path", str(model), "--shape", "5x3", "--output-len", "6", "--repeats", "1", "--no-roof"]
     assert ab_arm.main([str(result), "one_batch", "", *run]) == 0

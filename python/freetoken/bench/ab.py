@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     add("--server-args", default="", help="With serving: arguments of the server, in one string.")
     add("--pairs", type=int, default=5, help="Pairs of A and B.")
     add("--control-pairs", type=int, default=4, help="Pairs of A and A before them.")
-    add("--ahead", type=int, default=1, help="Runs of one_batch that are made ready at once, then timed one by one.")
+    ahead = "Runs of one_batch that are made ready at once, pair by pair; the two of a pair then take turns. 1: one after the other."
+    add("--ahead", type=int, default=1, help=ahead)
     add("--bound", type=float, help="Largest relative RMS between the arms' logits; default by type and depth.")
     add("--timeout", type=float, default=1800.0, help="Seconds that one run may take.")
     add("--label", help="What the workload is, for the figures; default: its arguments.")
@@ -105,6 +106,8 @@ def check(args: argparse.Namespace) -> None:
     cli.require_at_least(args, {"pairs": 2, "control_pairs": 2, "ahead": 1})
     if args.ahead > 1 and args.workload != "one_batch":
         raise StartupError("--ahead belongs to --workload one_batch")
+    if args.ahead > 1 and args.ahead % 2:
+        raise StartupError(f"--ahead must be 1 or even, not {args.ahead}: runs are made ready in pairs")
     if not args.timeout > 0:
         raise StartupError(f"--timeout must be above 0, not {args.timeout:g}")
     if args.device == "cuda" and not hardware.probe().usable_gpu:
@@ -143,8 +146,8 @@ def plan(a: Setting, b: Setting, *, pairs: int, control_pairs: int) -> list[Sett
 
 
 def in_turn(order: Sequence[Setting], args: argparse.Namespace) -> Generator[Arm, None, None]:
-    """What the runs of ``order`` report, ``args.ahead`` made ready at once: the first two by themselves, as these fill the caches of
-    compiled kernels."""
+    """What the runs of ``order`` report, ``args.ahead`` (an even number, or 1) made ready at once: the first two by themselves, as these fill
+    the caches of compiled kernels."""
     if args.ahead == 1:
         yield from (run_process(setting, args) for setting in order)
         return

@@ -1,6 +1,6 @@
 """One run of one arm of an experiment, in a process of its own (started by :mod:`freetoken.bench.ab_runs`).
 
-Writes one JSON object: ``metrics`` (milliseconds or tokens a second by name), ``lower`` (whether lower is better, by name),
+Writes one JSON object: ``samples`` (milliseconds or tokens a second by name, one a turn), ``lower`` (whether lower is better, by name),
 ``outputs`` (drawn ids by request), ``scores`` (by request, then by output index: scores by token id) and ``bound`` (relative
 RMS that scores of an equivalent arm may differ by; ``null`` where outputs were checked by the workload itself).
 """
@@ -21,10 +21,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from freetoken import hardware
 from freetoken.bench import cli, one_batch, ops
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from freetoken.runner.model_runner import ModelRunner
 
-WAIT, READY = "--wait", "ready"
-"""First word of an arm that is told when to go, and the file beside its result that says it can."""
+TURNS, GO, DONE = "--turns", "go", "done"
+"""First word of an arm that is told when it may run, what it is told, and what it answers behind each turn."""
 KEPT_REQUESTS, KEPT_OUTPUTS, KEPT_SCORES = 4, 8, 256
 PROBES, PROBE_TOKENS, PROBE_PROMPT = 4, 24, 48
 RELATIVE_RMS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -59,15 +59,21 @@ def score_bound(model: ModelConfig, dtype: str) -> float:
 class Arm:
     """What a run reports."""
 
-    metrics: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
     lower: dict[str, bool] = field(default_factory=dict)
     outputs: list[list[int]] = field(default_factory=list)
     scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
     bound: float | None = None
 
     def add(self, name: str, value: float, *, lower: bool) -> None:
-        """One metric."""
-        self.metrics[name], self.lower[name] = value, lower
+        """One more value of a metric."""
+        self.samples.setdefault(name, []).append(value)
+        self.lower[name] = lower
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The median of each metric."""
+        return {name: statistics.median(values) for name, values in self.samples.items()}
 
 
 class Recorder:
@@ -101,13 +107,18 @@ class Recorder:
         self._sampler.sample = self._sample  # type: ignore[method-assign]
 
 
-Pause = Callable[[], None]
-"""Returns when the timings may begin."""
+Turns = Callable[[int], Iterator[None]]
+"""Of how many turns a run wants: what it iterates over, one timed part each."""
 
 
-def run_one_batch(words: Sequence[str], pause: Pause) -> Arm:
-    """Prefill and decode milliseconds of every shape. The first run of each is the one recorded; behind ``pause`` comes one to warm up
-    again, and those that count."""
+def at_once(count: int) -> Iterator[None]:
+    """Turns of a run that has the machine to itself."""
+    yield from [None] * count
+
+
+def run_one_batch(words: Sequence[str], turns: Turns) -> Arm:
+    """Prefill and decode milliseconds of every shape, ``--repeats`` turns. The first run of each shape is recorded and not timed; a short
+    one opens each turn, since another process may have had the machine before."""
     from freetoken.runner.model_runner import ModelRunner
     from freetoken.startup import prepare
 
@@ -117,9 +128,9 @@ def run_one_batch(words: Sequence[str], pause: Pause) -> Arm:
     runner = ModelRunner(config, lambda *_: None)
     arm = Arm(bound=score_bound(config.model, config.dtype))
 
-    def once(shape: tuple[int, int], seed: int) -> one_batch.Timing:
+    def once(shape: tuple[int, int], seed: int, tokens: int = args.output_len) -> one_batch.Timing:
         prompts = one_batch.random_ids(config, *shape, seed)
-        return one_batch.BatchDriver(runner, config, prompts, args.output_len).run()
+        return one_batch.BatchDriver(runner, config, prompts, tokens).run()
 
     cases = [(shape, graphs) for shape in one_batch.shapes(args) for graphs in one_batch.graph_choices(args)]
     for shape, graphs in cases:
@@ -132,17 +143,17 @@ def run_one_batch(words: Sequence[str], pause: Pause) -> Arm:
     # As a server does when it is ready: a collection among a few short steps would be most of their time.
     gc.collect()
     gc.freeze()
-    pause()
-    for shape, graphs in cases:
-        with one_batch.graphs_set(runner, graphs):
-            timings = [once(shape, seed) for seed in range(args.repeats + 1)][1:]
-        name = f"{shape[0]}x{shape[1]}"
-        if graphs:
-            arm.add(f"prefill {name}, ms", statistics.median(t.prefill_s for t in timings) * 1e3, lower=True)
-        how = "" if graphs else " without graphs"
-        # Over all steps: where the host is the limit, one that was interrupted would move the mean of a run.
-        steps = [step for timing in timings for step in timing.steps_s]
-        arm.add(f"decode {name}{how}, ms", statistics.median(steps) * 1e3, lower=True)
+    for turn, _ in enumerate(turns(args.repeats)):
+        once(cases[0][0], 0, one_batch.SHORTEST_OUTPUT)
+        for shape, graphs in cases:
+            with one_batch.graphs_set(runner, graphs):
+                timing = once(shape, turn + 1)
+            name = f"{shape[0]}x{shape[1]}"
+            # Prompts never run in graphs: each case is one more sample.
+            arm.add(f"prefill {name}, ms", timing.prefill_s * 1e3, lower=True)
+            how = "" if graphs else " without graphs"
+            # Where the host is the limit, one step that was interrupted would move the mean.
+            arm.add(f"decode {name}{how}, ms", statistics.median(timing.steps_s) * 1e3, lower=True)
     return arm
 
 
@@ -240,14 +251,14 @@ def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
     return arm
 
 
-def run(workload: str, words: Sequence[str], server_words: Sequence[str], pause: Pause) -> Arm:
-    """The run of ``workload``: ``one_batch``, ``ops`` or ``serving``."""
+def run(workload: str, words: Sequence[str], server_words: Sequence[str], turns: Turns) -> Arm:
+    """The run of ``workload``: ``one_batch``, or in one turn ``ops`` or ``serving``."""
     if workload == "one_batch":
-        return run_one_batch(words, pause)
-    pause()
-    if workload == "ops":
-        return run_ops(words)
-    return run_serving(words, server_words)
+        return run_one_batch(words, turns)
+    arm = Arm()
+    for _ in turns(1):
+        arm = run_ops(words) if workload == "ops" else run_serving(words, server_words)
+    return arm
 
 
 def stay_on_a_core() -> None:
@@ -257,24 +268,35 @@ def stay_on_a_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``[--wait] RESULT WORKLOAD SERVER_WORDS WORD...``: run and write ``RESULT``; 1 and one sentence when it cannot work.
+def in_turns(answers: TextIO) -> Turns:
+    """Turns that standard input gives: how many are wanted is the first line of ``answers``, and each turn that is over a further one."""
 
-    With ``--wait`` the file ``ready`` appears beside ``RESULT`` before anything is timed, and a line on standard input starts the timing.
+    def turns(count: int) -> Iterator[None]:
+        print(count, file=answers, flush=True)
+        for turn in range(count):
+            if sys.stdin.readline() != f"{GO}\n":
+                raise StartupError("nobody waits for this run any more")
+            if turn == 0:
+                stay_on_a_core()
+            yield
+            print(DONE, file=answers, flush=True)
+
+    return turns
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``[--turns FD] RESULT WORKLOAD SERVER_WORDS WORD...``: run and write ``RESULT``; 1 and one sentence when it cannot work.
+
+    With ``--turns`` every timed part waits for a line on standard input, and answers go to the descriptor ``FD`` (see :func:`in_turns`).
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    waits = given[0] == WAIT
-    result, workload, server_words, *words = given[waits:]
-
-    def pause() -> None:
-        if waits:
-            Path(result).with_name(READY).touch()
-            if not sys.stdin.readline():
-                raise StartupError("nobody waits for this run any more")
-            stay_on_a_core()
-
+    turns: Turns = at_once
+    if given[0] == TURNS:
+        turns = in_turns(os.fdopen(int(given[1]), "w", encoding="ascii"))
+        given = given[2:]
+    result, workload, server_words, *words = given
     try:
-        arm = run(workload, words, shlex.split(server_words), pause)
+        arm = run(workload, words, shlex.split(server_words), turns)
     except (FreetokenError, EnvironmentValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,12 +1,14 @@
 """Runs of an experiment in fresh processes, several of them made ready at once (torch-free).
 
 Most of a short run is its start: imports, weights, a first pass. Those of several runs may overlap, since none of them is timed. Then
-each is told to go when the one before has ended; the others sleep meanwhile, so timings have the machine to themselves.
+the two of a pair take turns, a moment each, so that what else the machine does meets both alike; the others sleep meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freetoken import environ
-from freetoken.bench.ab_arm import READY, WAIT, Arm
+from freetoken.bench.ab_arm import DONE, GO, TURNS, Arm
 from freetoken.errors import StartupError
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,21 @@ class Run:
     """A process of ``arm``, started at once: ``words`` are workload, the server's words, and the workload's. Use as a context: behind it no
     process and no file of it is left.
 
-    ``timeout`` bounds the seconds of the start, and those of the rest.
+    ``timeout`` bounds the seconds of the start, of each turn, and of the end. Of every method :class:`StartupError` names the arm and
+    says what its process said last.
     """
 
     def __init__(self, arm: Setting, words: Sequence[str], timeout: float) -> None:
         self.arm = arm
+        self.left = 0
+        """Turns it still wants; known once it is ready."""
         self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        self._result, self._log, self._ready = folder / "result.json", folder / "log", folder / READY
-        command = [sys.executable, "-m", "freetoken.bench.ab_arm", WAIT, str(self._result), *words]
+        self._result, self._log = folder / "result.json", folder / "log"
+        self._heard = b""
+        self._answers, answers = os.pipe()
+        command = [sys.executable, "-m", "freetoken.bench.ab_arm", TURNS, str(answers), str(self._result), *words]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -57,7 +64,10 @@ class Run:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
+                pass_fds=[answers],
+                bufsize=0,
             )
+        os.close(answers)
 
     def __enter__(self) -> Run:
         return self
@@ -68,27 +78,53 @@ class Run:
             self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        os.close(self._answers)
         self._folder.cleanup()
 
     def wait_ready(self) -> None:
-        """Until nothing is left but what is timed; :class:`StartupError` names the arm and says what its process said last."""
+        """Until nothing is left but what is timed."""
+        self.left = int(self._answer())
+
+    def turn(self) -> None:
+        """Let it run one timed part; behind its last it has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{GO}\n".encode())
+        except BrokenPipeError:
+            raise self._failed() from None
+        if self._answer() != DONE:
+            raise self._failed()
+        self.left -= 1
+        if not self.left:
+            self._end()
+
+    def result(self) -> Arm:
+        """What it reports, behind its last turn."""
+        return Arm(**json.loads(self._result.read_text(encoding="utf-8")))
+
+    def _answer(self) -> str:
         deadline = time.monotonic() + self._timeout
-        while not self._ready.exists():
-            if self._process.poll() is not None:
+        while b"\n" not in self._heard:
+            ended = self._process.poll() is not None
+            if select.select([self._answers], [], [], 0 if ended else POLL_SECONDS)[0]:
+                heard = os.read(self._answers, 1 << 10)
+                if heard:
+                    self._heard += heard
+                    continue
+            if ended:
                 raise self._failed()
             if time.monotonic() >= deadline:
                 raise self._late()
-            time.sleep(POLL_SECONDS)
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode()
 
-    def finish(self) -> Arm:
-        """Let it go, and wait for what it reports; errors as of :meth:`wait_ready`."""
+    def _end(self) -> None:
         try:
-            self._process.communicate(b"go\n", timeout=self._timeout)
+            self._process.wait(self._timeout)
         except subprocess.TimeoutExpired:
             raise self._late() from None
         if self._process.returncode != 0 or not self._result.exists():
             raise self._failed()
-        return Arm(**json.loads(self._result.read_text(encoding="utf-8")))
 
     def _late(self) -> StartupError:
         return StartupError(f"arm {self.arm.name} ({self.arm.label}) ran past {self._timeout:g} s")
@@ -99,11 +135,23 @@ class Run:
         return StartupError(f"arm {self.arm.name} ({self.arm.label}) failed: {last}")
 
 
+def take_turns(runs: Sequence[Run]) -> None:
+    """Run all that ``runs`` want timed, one part of each in turn, the order reversed each time."""
+    order = list(runs)
+    while any(run.left for run in runs):
+        for run in order:
+            if run.left:
+                run.turn()
+        order.reverse()
+
+
 def run_wave(arms: Sequence[Setting], words: Sequence[Sequence[str]], timeout: float) -> Iterator[Arm]:
-    """What runs of ``arms`` report, in order: all are made ready at once, then each is timed alone."""
+    """What runs of ``arms`` report, in order: all are made ready at once, then every two in a row are timed together."""
     with ExitStack() as stack:
         runs = [stack.enter_context(Run(arm, own, timeout)) for arm, own in zip(arms, words, strict=True)]
         for run in runs:
             run.wait_ready()
-        for run in runs:
-            yield run.finish()
+        for at in range(0, len(runs), 2):
+            pair = runs[at : at + 2]
+            take_turns(pair)
+            yield from (run.result() for run in pair)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from freetoken.runner.model_runner import ModelRunner
 
 WARMUP_STEPS = 4
+SHORTEST_OUTPUT = WARMUP_STEPS + 2
 
 Launched = tuple[ScheduleBatch, Any]
 """A step and the runner's handle of it."""
@@ -279,7 +280,7 @@ _OWN = (
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot work, with :class:`StartupError`."""
-    cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "output_len": WARMUP_STEPS + 2, "repeats": 1})
+    cli.require_at_least(args, {"batch_size": 1, "input_len": 1, "output_len": SHORTEST_OUTPUT, "repeats": 1})
     if args.compare_transformers and args.load_format == "dummy":
         raise StartupError("--compare-transformers needs real weights, not --load-format dummy")
     if unknown := set(_pairs("--compare-grammar", args.compare_grammar or ())) - set(shapes(args)):
