@@ -100,7 +100,9 @@ class ServerArgs:
     )
     stream_interval: int = _flag(1, "http", "Tokens between streamed events of one request.", kind=int)
     enable_metrics: bool = _flag(True, "http", "Serve Prometheus metrics on /metrics.")
-    skip_server_warmup: bool = _flag(False, "http", "Report ready without a first request through the model.")
+    skip_server_warmup: bool = _flag(
+        False, "http", "Report ready without a first request and, on a GPU, without having kernels compiled."
+    )
     log_level: str = _flag(
         "info", "http", "Least severe log level shown.", choices=("debug", "info", "warning", "error")
     )

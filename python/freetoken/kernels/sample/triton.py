@@ -84,7 +84,7 @@ def _keep(y, ids, floor_ptr, last_ptr, row):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["floor_ptr", "last_ptr", "top_ptr", "arg_ptr", "lse_ptr"])
 def _tile_stats(
     x_ptr,
     x_stride,
@@ -121,7 +121,10 @@ def _tile_stats(
 
 
 @launched
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["floor_ptr", "last_ptr", "greedy_ptr", "key_ptr", "top_ptr", "arg_ptr", "lse_ptr"],
+)
 def _pick(
     x_ptr,
     x_stride,
@@ -388,7 +391,7 @@ def _top_p_bound(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_ptr", "floor_ptr", "last_ptr"])
 def _select(
     x_ptr,
     x_stride,
