@@ -135,10 +135,10 @@ profile() {
 }
 
 ab() {
-    # Arguments: flag, label, tokens out, repeats, those of the model. Most of a run is the start of its process, so that many are made ready at once.
+    # Arguments: flag, label, tokens out, repeats, those of the model. Most of a run is the start of its process, so that all are made ready at once.
     local flag=$1 label=$2 tokens=$3 repeats=$4
     shift 4
-    "$python" -m freetoken.bench.ab --flag "$flag" --control-pairs 4 --pairs 5 --ahead 18 --disable-tqdm --label "$label" \
+    "$python" -m freetoken.bench.ab --flag "$flag" --control-pairs 5 --pairs 5 --ahead 20 --disable-tqdm --label "$label" \
         --output "$out/ab.jsonl" -- "$@" --shape "1x$input" --output-len "$tokens" --repeats "$repeats" --no-roof --eager-too \
         --mem-fraction-static 0.95
 }
@@ -229,12 +229,12 @@ if wanted packed qwen3.5-27b-pq2-one-batch qwen3.5-27b-pq2-serving; then
     part "server stop, 2 bits" stop_server
 fi
 if wanted ab ab; then
-    part "ab, convolution of the delta rule" ab FREETOKEN_GDN_FUSED_CONV "$hybrid_label, $cut_label" 32 7 "${hybrid[@]}" \
+    part "ab, convolution of the delta rule" ab FREETOKEN_GDN_FUSED_CONV "$hybrid_label, $cut_label" 32 12 "${hybrid[@]}" \
         --json-model-override-args "{$cut}"
     # Few tokens, as the reference of these products launches thousands of kernels a step.
-    part "ab, products in 2 bits" ab FREETOKEN_PQ2_FUSED_GEMV "$packed_label, $cut_label" 12 3 "${packed[@]}" \
+    part "ab, products in 2 bits" ab FREETOKEN_PQ2_FUSED_GEMV "$packed_label, $cut_label" 12 5 "${packed[@]}" \
         --json-model-override-args "{$cut}"
-    part "ab, hash of n-grams" ab FREETOKEN_PLE_FUSED_HASH "$qwen4_label, $cut_label, 32 experts, 1.6 million rows of n-grams" 32 7 \
+    part "ab, hash of n-grams" ab FREETOKEN_PLE_FUSED_HASH "$qwen4_label, $cut_label, 32 experts, 1.6 million rows of n-grams" 32 12 \
         --model-path benchmarks/configs/qwen3.8-flash-next-fp8 --load-format dummy --dtype bfloat16 --random-seed 1 \
         --ple-table gpu --json-model-override-args "$qwen4_cut"
 fi

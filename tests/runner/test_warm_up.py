@@ -37,8 +37,8 @@ def test_a_plan_by_hand() -> None:
     lone = [step.prompts[0] for step in steps if step.rows == 1 and step.sampling == GREEDY]
     assert lone == [(0, n) for n in (1, 2, 3, 4, 5, 8, 9, 12)] + [(11, 5), (27, 5), (35, 5)]
     assert [step.sampling for step in steps if step.sampling != GREEDY] == list(SAMPLINGS)
-    mixes = [(step.decodes, len(step.prompts)) for step in steps if step.rows > 1]
-    assert mixes == [(0, 2), (1, 1), (2, 1), (1, 2), (3, 0)]
+    mixed = [(step.decodes, [length for _, length in step.prompts]) for step in steps if step.rows > 1]
+    assert mixed == [*((1, [n]) for n in (1, 2, 4, 8, 11)), (0, [5, 5]), (1, [5, 5]), (2, [5]), (3, [])]
 
 
 @settings(max_examples=60, deadline=None)

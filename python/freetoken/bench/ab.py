@@ -229,7 +229,7 @@ def experiment(
 
 def _noise(floor: float) -> str:
     """The noise floor as a share; runs that say nothing get no number."""
-    return f"±{floor - 1:.2%}" if floor < 2 else "above ±100%: take more control pairs"
+    return f"±{floor - 1:.2%}" if floor < 2 else "above ±100%: take more control pairs, or turns with --ahead 2"
 
 
 def markdown(a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, label: str) -> str:

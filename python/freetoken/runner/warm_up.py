@@ -17,10 +17,10 @@ from freetoken.scheduler.request import Req, ScheduleBatch, Slice
 if TYPE_CHECKING:
     from freetoken.runner.model_runner import ModelRunner, Progress
 
-BOTH_SIDES = 1024
-"""Up to here a prompt of one token more than a power of two is run as well: kernels for few tokens change at these borders."""
+BOTH_SIDES = 32
+"""Up to here a prompt of one token more than a power of two is run as well: products of few tokens are made for every eight of them."""
 FEW, MANY = 5, 16
-"""Tokens of prompts whose length does not matter, and prompts at once: some kernels are compiled by themselves for multiples of 16."""
+"""Tokens of prompts whose length does not matter, and prompts at once: where there are several, some kernels know a multiple of 16."""
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
@@ -68,8 +68,8 @@ def plan(
     """The steps for a runner of ``rows`` rows and ``num_pages`` pages, the first of them padding, with at most ``prefill_tokens`` a step and
     ``context`` a request, and graphs for up to ``largest_graph`` decodes.
 
-    Kernels are chosen by a step's tokens, requests and longest request, mostly at powers of two, and compiled by how their arguments are
-    aligned, which behind one, two or four decodes is not as behind none.
+    Kernels are chosen by a step's tokens, requests and longest request, mostly at powers of two, and behind decodes, even one, other kernels
+    follow than in a step of prompts alone.
     """
     longest = min(context, (num_pages - 1) * page_size)
     limit = min(prefill_tokens, longest)
@@ -78,8 +78,8 @@ def plan(
     steps = [Step(0, ((0, length),)) for length in sorted(lengths)]
     steps += [Step(0, ((0, few),), sampling) for sampling in SAMPLINGS]
     steps += [Step(0, ((total - few, few),)) for total in powers(longest) if total > limit]
-    mixes = [(0, 2), (0, MANY), *((n, 1) for n in powers(rows - 1))]
-    mixes += [(n, prompts) for n in (1, 2, 4) for prompts in (2, MANY)]
+    steps += [Step(1, ((0, length),)) for length in powers(limit - 1)]
+    mixes = [(0, 2), (0, MANY), (1, 2), (1, MANY), *((n, 1) for n in powers(rows - 1) if n > 1)]
     mixes += [(n, 0) for n in powers(rows) if n > largest_graph]
     steps += [Step(n, ((0, few),) * prompts) for n, prompts in mixes]
     fits = lambda step: step.rows <= rows and step.tokens <= prefill_tokens and step.pages(page_size) < num_pages  # noqa: E731

@@ -187,7 +187,7 @@ def _find_piece(q_starts_ptr, pieces, tile, BLOCK_T: tl.constexpr, SEARCH_: tl.c
 
 
 @launched
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["q_starts_ptr", "slots_ptr", "starts_ptr"])
 def conv_prefill_kernel(
     x_ptr,
     weight_ptr,

@@ -167,7 +167,7 @@ def chunk_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "starts_ptr", "pieces_ptr"])
 def scan_kernel(
     q_ptr,
     k_ptr,
@@ -342,7 +342,7 @@ def gdn_prefill(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_norm_kernel(
     o_ptr, z_ptr, weight_ptr, out_ptr, eps, rows, z_stride, HEADS: tl.constexpr, DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SIGMOID: tl.constexpr,

@@ -13,7 +13,7 @@ BLOCK = 4096
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def token_mask_kernel(logits_ptr, row_stride, places_ptr, masks_ptr, words, vocab, BLOCK: tl.constexpr):
     """Grid ``(G, ceil(vocab / BLOCK))``; ``masks [G, words]`` contiguous."""
     mask = tl.program_id(0).to(tl.int64)
