@@ -8,6 +8,7 @@
 #   packed    the 27B in 2 bits, without and with HTTP
 #   experts   mixtures of experts in bf16 and FP8
 #   ab        three flags, each on and off in pairs of fresh processes: prefill, and decode with graphs and without
+#   start     a server of the 27B in 2 bits: its start and first prompts, with an empty cache of kernels and a full one
 #   replay    calls recorded from steps of Qwen3-8B and the 27B in 2 bits: fused beside the reference
 #   qwen4     qwen4_exp in its published size and FP8, its table page-locked: some 140 GB of GPU and 50 GB of host memory
 #   profile   where the time of a step of these goes; traces and drawings go to PROFILES, default a new folder
@@ -159,7 +160,7 @@ wanted() {
 }
 
 usual="tests ops dense hybrid packed"
-known="$usual experts ab qwen4 profile replay"
+known="$usual experts ab start qwen4 profile replay"
 groups=${*:-$usual}
 for group in $groups; do
     case " $known " in
@@ -172,9 +173,9 @@ for group in $groups; do
 done
 # Said at once, and not after minutes of what needs less.
 case " $groups " in
-    *" tests "* | *" dense "* | *" hybrid "* | *" packed "*)
+    *" tests "* | *" dense "* | *" hybrid "* | *" packed "* | *" start "*)
         if ! missing=$("$python" -c 'import freetoken.launch_server' 2>&1); then
-            echo "error: the groups tests, dense, hybrid and packed need all that serving needs: ${missing##*$'\n'}" >&2
+            echo "error: the groups tests, dense, hybrid, packed and start need all that serving needs: ${missing##*$'\n'}" >&2
             exit 1
         fi
         ;;
@@ -237,6 +238,10 @@ if wanted ab ab; then
     part "ab, hash of n-grams" ab FREETOKEN_PLE_FUSED_HASH "$qwen4_label, $cut_label, 32 experts, 1.6 million rows of n-grams" 32 12 \
         --model-path benchmarks/configs/qwen3.8-flash-next-fp8 --load-format dummy --dtype bfloat16 --random-seed 1 \
         --ple-table gpu --json-model-override-args "$qwen4_cut"
+fi
+if wanted start start; then
+    part "start" "$python" -m freetoken.bench.start --label "$packed_label" --output "$out/start.jsonl" -- "${packed[@]}" \
+        --context-length 4096 --max-running-requests 32 --state-cache-gb 2 --cuda-graph-bs 1 4 8 16 32
 fi
 if wanted replay replay; then
     part "replay" replay "$label" "${model[@]}"

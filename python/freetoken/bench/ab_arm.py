@@ -14,13 +14,8 @@ import math
 import os
 import random
 import shlex
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from freetoken import hardware
 from freetoken.bench import cli, one_batch, ops
+from freetoken.bench.own_server import own_server, post
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
 from freetoken.models.config import ModelConfig
@@ -168,39 +164,6 @@ def run_ops(words: Sequence[str]) -> Arm:
     return arm
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_healthy(server: subprocess.Popen[bytes], base: str, seconds: float = 900.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise StartupError(f"the server ended with status {server.returncode}")
-        try:
-            urllib.request.urlopen(f"{base}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise StartupError(f"the server was not ready within {seconds:.0f} s")
-
-
-def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=600) as response:
-            return json.load(response)
-    except OSError as error:
-        raise StartupError(f"{url}: {error}") from None
-
-
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return json.load(response)
-
-
 def _probe(arm: Arm, base: str, vocab: int) -> None:
     """Greedy answers to fixed random prompts, one at a time, with the scores of the best ids at each place."""
     rng = random.Random(0)
@@ -208,7 +171,7 @@ def _probe(arm: Arm, base: str, vocab: int) -> None:
         ids = [rng.randrange(vocab) for _ in range(PROBE_PROMPT)]
         sampling = {"max_new_tokens": PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20}
-        answer = _post(f"{base}/generate", body)
+        answer = post(f"{base}/generate", body)
         arm.outputs.append(answer["output_ids"])
         places = answer["meta_info"]["output_top_logprobs"]
         arm.scores.append({str(n): {str(i): v for v, i, *_ in place} for n, place in enumerate(places)})
@@ -221,27 +184,16 @@ def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
     from freetoken.server_args import parser as server_parser
     from freetoken.startup import prepare
 
-    port = _free_port()
-    base = f"http://127.0.0.1:{port}"
     given = server_parser().parse_args(server_words)
     config, _ = prepare(ServerArgs(**vars(given)))
-    args = serving.parser().parse_args([*words, "--port", str(port), "--disable-tqdm"])
-    command = [sys.executable, "-m", "freetoken.launch_server", *server_words, "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        _wait_healthy(server, base)
+    with own_server(server_words) as (base, _):
+        port = base.rpartition(":")[2]
+        args = serving.parser().parse_args([*words, "--port", port, "--disable-tqdm"])
         figure = asyncio.run(serving.run(args))
         if figure["failed"]:
             raise StartupError(f"{figure['failed']} requests failed")
         arm = Arm(bound=score_bound(config.model, config.dtype))
         _probe(arm, base, config.sample_vocab)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
     arm.add("output tok/s", figure["output_tok_s"], lower=False)
     if figure["decode_tok_s"] is not None:
         arm.add("decode tok/s", figure["decode_tok_s"], lower=False)

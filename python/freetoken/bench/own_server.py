@@ -1,0 +1,69 @@
+"""A server started for a benchmark and stopped behind it (torch-free)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from freetoken.errors import StartupError
+
+HEALTHY_SECONDS, STOP_SECONDS = 900.0, 60.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+    deadline = time.monotonic() + HEALTHY_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise StartupError(f"the server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{base}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise StartupError(f"the server was not ready within {HEALTHY_SECONDS:.0f} s")
+
+
+@contextmanager
+def own_server(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, float]]:
+    """``(address, seconds until it was ready)`` of a server with arguments ``words`` on a port of its own, stopped behind the block;
+    :class:`StartupError` when it ends or is not ready in time."""
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "freetoken.launch_server", *words, "--port", str(port)]
+    start = time.monotonic()
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    try:
+        _wait_healthy(server, base)
+        yield base, time.monotonic() - start
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def post(url: str, body: Mapping[str, Any]) -> Any:
+    """The JSON answer to a JSON body; :class:`StartupError` where there is none."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return json.load(response)
+    except OSError as error:
+        raise StartupError(f"{url}: {error}") from None

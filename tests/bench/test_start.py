@@ -1,0 +1,45 @@
+"""A server's start as a benchmark: two starts, a cache of kernels between them, sentences for what cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from make_tiny_model import make_tiny_model
+
+from freetoken.bench import figures, own_server, start
+from freetoken.errors import StartupError
+
+
+def test_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny_model(tmp_path / "tiny", seed=4)
+    words = ["--model-path", str(model), "--device", "cpu", "--max-total-tokens", "256"]
+    output = tmp_path / "o.jsonl"
+    assert start.main(["--prompt-lens", "5", "40", "--label", "tiny", "--output", str(output), "--", *words]) == 0
+    found = list(figures.read(output))
+    assert [(f["what"], f["cache"], f["prompts"]) for f in found] == [
+        ("server start", "empty", "5 40"),
+        ("server start", "full", "5 40"),
+    ]
+    assert all(f["ready_s"] > 0 and f["first_ms"] > 0 and f["again_ms"] > 0 for f in found)
+    out = capsys.readouterr().out
+    assert out.count("ready after") == 2 and out.count("40 tokens:") == 2
+
+
+def test_what_cannot_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["--prompt-lens", "0", "--", "--model-path", "x"]) == 1
+    assert start.main(["--", "--model-path", "/nowhere"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: --prompt-lens must be at least 1, not 0"
+    assert "/nowhere does not exist" in second
+
+
+def test_a_server_that_ends_or_is_silent() -> None:
+    with (
+        pytest.raises(StartupError, match="the server ended with status 1"),
+        own_server.own_server(["--model-path", "/nowhere"]),
+    ):
+        raise AssertionError("it is not ready")
+    port = own_server.free_port()
+    with pytest.raises(StartupError, match="refused"):
+        own_server.post(f"http://127.0.0.1:{port}/generate", {})
