@@ -104,27 +104,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("ab") / "tiny", seed=4)
 
 
-def words(model: Path, arms: str, folder: Path) -> list[str]:
+def words(model: Path, arms: str, folder: Path, pairs: int) -> list[str]:
     """A small experiment whose B finds ``arms`` on its path."""
     path = os.pathsep.join([str(ARMS / arms), str(PACKAGE)])
     files = ["--output", str(folder / "o.jsonl"), "--markdown", str(folder / "t.md"), "--plot", str(folder / "p.svg")]
-    own = ["--a-env", f"PYTHONPATH={PACKAGE}", "--b-env", f"PYTHONPATH={path}", "--pairs", "2", "--control-pairs", "2"]
-    run = ["--model-path", str(model), "--shape", "2x9", "--output-len", "12", "--repeats", "1", "--no-roof"]
+    own = ["--a-env", f"PYTHONPATH={PACKAGE}", "--b-env", f"PYTHONPATH={path}"]
+    own += ["--pairs", str(pairs), "--control-pairs", str(pairs)]
+    run = ["--model-path", str(model), "--shape", "2x9", "--output-len", "12", "--repeats", "2", "--no-roof"]
     return [*own, *files, "--disable-tqdm", "--", *run]
 
 
-def test_a_slowed_arm_is_measured(model: Path, tmp_path: Path) -> None:
-    arguments = words(model, "slow", tmp_path)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_slowed_arm_is_called_slower(model: Path, tmp_path: Path) -> None:
+    arguments = words(model, "slow", tmp_path, 4)
     # Several runs are made ready at once: those that wait take no time from the one that is timed.
     assert ab.main(["--ahead", "4", *arguments, "--eager-too"]) == 0
     found = {f["metric"]: f for f in figures.read(tmp_path / "o.jsonl")}
-    decode = [f for name, f in found.items() if name.startswith("decode")]
-    # Two pairs leave a wide interval: the verdict needs more of them, the ratio does not.
-    assert max(f["ratio"] for f in decode) > 1.5
-    assert all(f["outputs"] == "all ids equal" and f["verdict"] in ("slower", "not resolved") for f in decode)
-    assert "| decode 2x9, ms |" in (tmp_path / "t.md").read_text()
     assert list(found) == ["prefill 2x9, ms", "decode 2x9, ms", "decode 2x9 without graphs, ms"]
-    assert (tmp_path / "p.svg").read_text().count("<circle") == 3 * (2 + 2)
+    for figure in found.values():
+        assert figure["verdict"] == "slower" and figure["low"] > 1.5 and figure["outputs"] == "all ids equal"
+    assert "| decode 2x9, ms |" in (tmp_path / "t.md").read_text()
+    assert (tmp_path / "p.svg").read_text().count("<circle") == 3 * (4 + 4)
 
 
 def test_waves_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def test_turns_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = words(model, "wrong", tmp_path)
+    arguments = words(model, "wrong", tmp_path, 2)
     assert ab.main(arguments) == 1
     assert "logits differ by relative RMS" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
