@@ -110,7 +110,7 @@ def words(model: Path, arms: str, folder: Path, pairs: int) -> list[str]:
     files = ["--output", str(folder / "o.jsonl"), "--markdown", str(folder / "t.md"), "--plot", str(folder / "p.svg")]
     own = ["--a-env", f"PYTHONPATH={PACKAGE}", "--b-env", f"PYTHONPATH={path}"]
     own += ["--pairs", str(pairs), "--control-pairs", str(pairs)]
-    run = ["--model-path", str(model), "--shape", "2x9", "--output-len", "12", "--repeats", "2", "--no-roof"]
+    run = ["--model-path", str(model), "--shape", "2x9", "--output-len", "8", "--repeats", "1", "--no-roof"]
     return [*own, *files, "--disable-tqdm", "--", *run]
 
 
@@ -148,6 +148,8 @@ def test_a_run_that_is_given_up_leaves_nothing() -> None:
         run.wait_ready()
         process, folder = run._process, run._result.parent
         assert run.left == 1 and process.poll() is None and folder.exists()
+        # What it starts is ended with it.
+        assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
     assert process.returncode is not None and not folder.exists()
 
 
@@ -164,7 +166,6 @@ def test_a_run_that_dies_is_named() -> None:
     with Run(Setting("B", {"X": "1"}, ()), ["ops", "", "all"], 60.0) as run:
         run.wait_ready()
         run._process.kill()
-        run._process.wait()
         with pytest.raises(StartupError, match=r"arm B \(X=1\) failed: exit status -9"):
             run.turn()
 
@@ -194,7 +195,6 @@ def test_pairs_take_turns() -> None:
 def test_turns_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, done = io.StringIO(), []
     monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\n"))
-    monkeypatch.setattr(ab_arm, "stay_on_a_core", lambda: None)
     with pytest.raises(StartupError, match="nobody waits"):
         for _ in ab_arm.in_turns(answers)(3):
             done.append(answers.getvalue())

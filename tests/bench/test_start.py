@@ -34,6 +34,13 @@ def test_what_cannot_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/nowhere does not exist" in second
 
 
+def test_prompts_that_no_context_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny_model(tmp_path / "tiny", seed=4)
+    words = ["--model-path", str(model), "--device", "cpu", "--context-length", "64"]
+    assert start.main(["--prompt-lens", "64", "--", *words]) == 1
+    assert "--prompt-lens 64 leaves no room in a context of 64 tokens" in capsys.readouterr().err
+
+
 def test_a_server_that_ends_or_is_silent() -> None:
     with (
         pytest.raises(StartupError, match="the server ended with status 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import signal
@@ -109,9 +110,9 @@ def peer() -> Iterator[Peer]:
 class Running:
     """A scheduler process in a thread of this one."""
 
-    def __init__(self, peer: Peer, **flags: Any) -> None:
+    def __init__(self, peer: Peer, on: str = "cpu", **flags: Any) -> None:
         self.codes: list[int] = []
-        config = make_config(overlap=False, **flags)
+        config = dataclasses.replace(make_config(overlap=False, **flags), device=on)
         self._thread = threading.Thread(target=self._run, args=(config, peer.channel), daemon=True)
         self._thread.start()
         peer.wait_for(messages.Ready)
@@ -143,6 +144,27 @@ def test_loading_is_told_now_and_then_and_ready_once(process: Running, peer: Pee
     assert phases[-1].done == phases[-1].total == 2000
     assert len(phases) < 10
     assert isinstance(peer.received[-1], messages.Ready)
+
+
+@pytest.mark.parametrize(("on", "skip", "expected"), [("cuda", False, 1), ("cuda", True, 0), ("cpu", False, 0)])
+def test_a_gpu_is_warmed_up_before_it_is_ready(
+    on: str, skip: bool, expected: int, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[Any] = []
+
+    def warm_up(runner: Any, progress: Callable[[str, int, int, str], None]) -> None:
+        assert not any(isinstance(m, messages.Ready) for m in peer.received)
+        progress("warming up", 1, 1, "steps")
+        warmed.append(runner)
+
+    monkeypatch.setitem(sys.modules, "freetoken.runner.warm_up", SimpleNamespace(warm_up=warm_up))  # type: ignore[arg-type]
+    use_runner(monkeypatch, ProcessRunner)
+    running = Running(peer, on, skip_server_warmup=skip)
+    assert len(warmed) == expected
+    phases = [m.phase for m in peer.received if isinstance(m, messages.Loading)]
+    assert (phases[-1] == "warming up") == bool(expected)
+    peer.send(messages.Shutdown(drain=False))
+    assert running.code() == 0
 
 
 def test_every_request_has_one_end(process: Running, peer: Peer) -> None:

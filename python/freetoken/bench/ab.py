@@ -55,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
     ahead = "Runs of one_batch that are made ready at once, pair by pair; the two of a pair then take turns. 1: one after the other."
     add("--ahead", type=int, default=1, help=ahead)
     add("--bound", type=float, help="Largest relative RMS between the arms' logits; default by type and depth.")
-    add("--timeout", type=float, default=1800.0, help="Seconds that one run may take.")
+    add(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        help="Seconds that the start of a run, and each timed part of it, may take.",
+    )
     add("--label", help="What the workload is, for the figures; default: its arguments.")
     add("--device", choices=("cuda", "cpu"), help="Whose name the figures bear; default: the GPU where there is one.")
     add("--output", help="Append the figures as JSON lines.")
@@ -229,7 +234,7 @@ def experiment(
 
 def _noise(floor: float) -> str:
     """The noise floor as a share; runs that say nothing get no number."""
-    return f"±{floor - 1:.2%}" if floor < 2 else "above ±100%: take more control pairs, or turns with --ahead 2"
+    return f"±{floor - 1:.2%}" if floor < 2 else "above ±100%: take more control pairs"
 
 
 def markdown(a: Setting, b: Setting, found: Sequence[Comparison], agreement: str, label: str) -> str:

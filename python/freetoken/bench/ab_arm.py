@@ -140,6 +140,8 @@ def run_one_batch(words: Sequence[str], turns: Turns) -> Arm:
     gc.collect()
     gc.freeze()
     for turn, _ in enumerate(turns(args.repeats)):
+        if turn == 0:
+            stay_on_a_core()
         once(cases[0][0], 0, one_batch.SHORTEST_OUTPUT)
         for shape, graphs in cases:
             with one_batch.graphs_set(runner, graphs):
@@ -225,11 +227,9 @@ def in_turns(answers: TextIO) -> Turns:
 
     def turns(count: int) -> Iterator[None]:
         print(count, file=answers, flush=True)
-        for turn in range(count):
+        for _ in range(count):
             if sys.stdin.readline() != f"{GO}\n":
                 raise StartupError("nobody waits for this run any more")
-            if turn == 0:
-                stay_on_a_core()
             yield
             print(DONE, file=answers, flush=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,7 @@ class Run:
                 stderr=log,
                 pass_fds=[answers],
                 bufsize=0,
+                start_new_session=True,
             )
         os.close(answers)
 
@@ -74,7 +76,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
-            self._process.kill()
+            # With all that it started: a server, say.
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -111,6 +114,7 @@ class Run:
                 if heard:
                     self._heard += heard
                     continue
+                self._wait(POLL_SECONDS)
             if ended:
                 raise self._failed()
             if time.monotonic() >= deadline:
@@ -118,11 +122,17 @@ class Run:
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode()
 
-    def _end(self) -> None:
+    def _wait(self, seconds: float) -> bool:
+        """Whether it has ended, within ``seconds``."""
         try:
-            self._process.wait(self._timeout)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise self._late() from None
+            return False
+        return True
+
+    def _end(self) -> None:
+        if not self._wait(self._timeout):
+            raise self._late()
         if self._process.returncode != 0 or not self._result.exists():
             raise self._failed()
 
@@ -130,6 +140,7 @@ class Run:
         return StartupError(f"arm {self.arm.name} ({self.arm.label}) ran past {self._timeout:g} s")
 
     def _failed(self) -> StartupError:
+        self._wait(POLL_SECONDS)
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         last = (lines or [f"exit status {self._process.returncode}"])[-1].removeprefix("error: ")
         return StartupError(f"arm {self.arm.name} ({self.arm.label}) failed: {last}")

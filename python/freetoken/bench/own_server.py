@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,5 +66,7 @@ def post(url: str, body: Mapping[str, Any]) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise StartupError(f"{url}: status {error.code}: {error.read().decode(errors='replace')[:500]}") from None
     except OSError as error:
         raise StartupError(f"{url}: {error}") from None

@@ -17,6 +17,7 @@ from typing import Any
 from freetoken import environ
 from freetoken.bench import cli, figures
 from freetoken.bench.own_server import own_server, post
+from freetoken.errors import StartupError
 from freetoken.server_args import ServerArgs
 from freetoken.server_args import parser as server_parser
 from freetoken.startup import prepare
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Both starts; prints a line each and returns the figures."""
     cli.require_at_least(args, {"prompt_lens": 1})
     config, _ = prepare(ServerArgs(**vars(server_parser().parse_args(args.words))))
+    if (longest := max(args.prompt_lens)) >= config.context_length:
+        raise StartupError(f"--prompt-lens {longest} leaves no room in a context of {config.context_length} tokens")
     words = ["--log-level", "warning", *args.words]
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     device=config.device,
                     dtype=config.dtype,
                     cache=cache,
-                    warm_up=not config.skip_server_warmup,
+                    warm_up=config.device == "cuda" and not config.skip_server_warmup,
                     ready_s=seconds,
                     prompts=" ".join(map(str, args.prompt_lens)),
                     first_ms=sum(first),

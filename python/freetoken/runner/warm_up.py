@@ -48,8 +48,8 @@ class Step:
         return self.decodes + len(self.prompts)
 
     @property
-    def tokens(self) -> int:
-        return self.decodes + sum(length for _, length in self.prompts)
+    def prefill_tokens(self) -> int:
+        return sum(length for _, length in self.prompts)
 
     def pages(self, page_size: int) -> int:
         """Pages that its requests fill."""
@@ -63,10 +63,17 @@ def powers(limit: int) -> list[int]:
 
 
 def plan(
-    *, prefill_tokens: int, context: int, page_size: int, num_pages: int, rows: int, largest_graph: int
+    *,
+    prefill_tokens: int,
+    chunk_tokens: int,
+    context: int,
+    page_size: int,
+    num_pages: int,
+    rows: int,
+    largest_graph: int,
 ) -> list[Step]:
-    """The steps for a runner of ``rows`` rows and ``num_pages`` pages, the first of them padding, with at most ``prefill_tokens`` a step and
-    ``context`` a request, and graphs for up to ``largest_graph`` decodes.
+    """The steps for a runner of ``rows`` rows and ``num_pages`` pages, the first of them padding, with at most ``prefill_tokens`` of prompts a
+    step, ``chunk_tokens`` beside decodes and ``context`` a request, and graphs for up to ``largest_graph`` decodes.
 
     Kernels are chosen by a step's tokens, requests and longest request, mostly at powers of two, and behind decodes, even one, other kernels
     follow than in a step of prompts alone.
@@ -78,11 +85,15 @@ def plan(
     steps = [Step(0, ((0, length),)) for length in sorted(lengths)]
     steps += [Step(0, ((0, few),), sampling) for sampling in SAMPLINGS]
     steps += [Step(0, ((total - few, few),)) for total in powers(longest) if total > limit]
-    steps += [Step(1, ((0, length),)) for length in powers(limit - 1)]
+    steps += [Step(1, ((0, length),)) for length in powers(min(limit, chunk_tokens))]
     mixes = [(0, 2), (0, MANY), (1, 2), (1, MANY), *((n, 1) for n in powers(rows - 1) if n > 1)]
     mixes += [(n, 0) for n in powers(rows) if n > largest_graph]
     steps += [Step(n, ((0, few),) * prompts) for n, prompts in mixes]
-    fits = lambda step: step.rows <= rows and step.tokens <= prefill_tokens and step.pages(page_size) < num_pages  # noqa: E731
+    if longest <= FEW:
+        steps = [step for step in steps if not step.decodes]
+    fits = lambda step: (
+        step.rows <= rows and step.prefill_tokens <= prefill_tokens and step.pages(page_size) < num_pages
+    )  # noqa: E731
     return [step for step in steps if fits(step)]
 
 
@@ -113,7 +124,11 @@ def warm_up(runner: ModelRunner, progress: Progress) -> None:
     sizes = {"page_size": runner.page_size, "num_pages": runner.num_pages, "rows": runner.max_rows}
     largest = max(runner.graphs.buckets) if runner.graphs is not None else 0
     steps = plan(
-        prefill_tokens=config.max_prefill_tokens, context=config.context_length, largest_graph=largest, **sizes
+        prefill_tokens=config.max_prefill_tokens,
+        chunk_tokens=config.chunked_prefill_size,
+        context=config.context_length,
+        largest_graph=largest,
+        **sizes,
     )
     everything = np.full((1, cdiv(config.sample_vocab + 1, 32)), -1, np.int32)
     made = batches(steps, page_size=runner.page_size, vocab=config.sample_vocab)
@@ -125,7 +140,11 @@ def warm_up(runner: ModelRunner, progress: Progress) -> None:
                 runner.draw(pending, everything)
             runner.collect(pending)
         except torch.cuda.OutOfMemoryError:
+            longest = max((before + length for before, length in step.prompts), default=FEW + 1)
             raise StartupError(
-                f"out of GPU memory while warming up with {step.tokens} tokens; lower --mem-fraction-static or --max-prefill-tokens"
+                f"out of GPU memory while warming up with {len(batch.slices)} requests, {batch.num_tokens} tokens and a context of {longest}; "
+                "lower --mem-fraction-static, --max-prefill-tokens or --context-length"
             ) from None
+    if runner.graphs is not None:
+        runner.graphs.misses = 0
     progress("warming up", len(steps), len(steps), "steps")

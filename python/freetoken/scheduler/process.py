@@ -98,11 +98,12 @@ class SchedulerProcess:
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
         from freetoken.runner.model_runner import ModelRunner
-        from freetoken.runner.warm_up import warm_up
 
         self.send(Loading("starting", 0, 0, ""))
         self.runner = ModelRunner(self.config, self.progress)
-        if self.runner.cuda and not self.config.skip_server_warmup:
+        if self.config.device == "cuda" and not self.config.skip_server_warmup:
+            from freetoken.runner.warm_up import warm_up
+
             warm_up(self.runner, self.progress)
         check = bool(environ.get("FREETOKEN_CHECK_INVARIANTS"))
         self._faults = Faults.from_environment()
