@@ -17,6 +17,7 @@ from freetoken.bench import ab, ab_arm, ab_stats, figures
 from freetoken.bench.ab import NotEquivalentError, Setting, equivalence, experiment, score_distance
 from freetoken.bench.ab_arm import Arm
 from freetoken.bench.ab_runs import Run, take_turns
+from freetoken.bench.ab_stats import Pair
 from freetoken.errors import StartupError
 
 ARMS = Path(__file__).parent / "arms"
@@ -47,8 +48,8 @@ def test_two_runs_of_the_same_are_not_told_apart() -> None:
 def test_a_large_difference_is() -> None:
     assert [verdict(seed, 1.5, pairs=8, control_pairs=8) for seed in range(20)].count("slower") >= 19
     assert [verdict(seed, 1 / 1.5, pairs=8, control_pairs=8) for seed in range(20)].count("faster") >= 19
-    rates = [(100.0, 150.0), (100.5, 151.0), (99.0, 149.0)]
-    control = [(100.0, 100.1), (100.0, 99.9), (99.9, 100.0)]
+    rates = [Pair.of([a], [b]) for a, b in ((100.0, 150.0), (100.5, 151.0), (99.0, 149.0))]
+    control = [Pair.of([a], [b]) for a, b in ((100.0, 100.1), (100.0, 99.9), (99.9, 100.0))]
     assert ab_stats.compare("tok/s", control, rates, lower_is_better=False).verdict == "faster"
     assert ab_stats.compare("ms", control, rates, lower_is_better=True).verdict == "slower"
 
@@ -61,6 +62,13 @@ def test_intervals_against_known_values() -> None:
     for bad in ([1.0], [1.0, 0.0], [1.0, math.nan], []):
         with pytest.raises(ValueError, match="two or more positive"):
             ab_stats.interval(bad)
+
+
+def test_what_meets_both_of_a_pair_cancels() -> None:
+    # Others slow the machine down for some turns: more of them than not, and the medians alone would say nothing.
+    pair = Pair.of([10, 20, 21, 10, 22], [11, 22, 23.1, 22, 24.2])
+    assert (pair.a, pair.b) == (20, 22) and pair.ratio == pytest.approx(1.1)
+    assert Pair.of([10, 30, 11], [11, 33]) == Pair(11, 22, 2)
 
 
 def test_order_alternates_and_controls_come_first() -> None:

@@ -23,7 +23,7 @@ from freetoken import environ, hardware
 from freetoken.bench import ab_stats, cli, figures, one_batch, svg
 from freetoken.bench.ab_arm import Arm
 from freetoken.bench.ab_runs import Setting, run_wave
-from freetoken.bench.ab_stats import Comparison
+from freetoken.bench.ab_stats import Comparison, Pair
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
 
@@ -200,7 +200,7 @@ Runner = Callable[[Setting], Arm]
 
 def experiment(
     a: Setting, b: Setting, run: Runner, *, pairs: int, control_pairs: int, bound: float | None, progress: bool
-) -> tuple[list[Comparison], str, dict[str, list[list[tuple[float, float]]]]]:
+) -> tuple[list[Comparison], str, dict[str, list[list[Pair]]]]:
     """All runs, in the order of :func:`plan`: ``(comparisons, how the outputs agree, metric -> [control pairs, pairs])``.
 
     A run of each comes first, compared and not timed: it also fills the caches of compiled kernels.
@@ -222,9 +222,9 @@ def experiment(
             measured.append((left, right) if index % 2 == 0 else (right, left))
             found = equivalence(*measured[-1], bound)
             agreement = found if found != "all ids equal" else agreement
-    names = [name for name in measured[0][0].metrics if all(name in arm.metrics for pair in measured for arm in pair)]
+    names = [name for name in measured[0][0].samples if all(name in arm.samples for pair in measured for arm in pair)]
     samples = {
-        name: [[(x.metrics[name], y.metrics[name]) for x, y in group] for group in (control, measured)]
+        name: [[Pair.of(x.samples[name], y.samples[name]) for x, y in group] for group in (control, measured)]
         for name in names
     }
     lower = measured[0][0].lower
@@ -298,7 +298,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.plot:
         rows = []
         for c in found:
-            control, pairs = ([y / x for x, y in group] for group in samples[c.metric])
+            control, pairs = ([pair.ratio for pair in group] for group in samples[c.metric])
             rows.append(svg.PairRow(c.metric, control, pairs, c.floor))
         Path(args.plot).write_text(svg.pair_plot(rows, f"{b.label} against {a.label}"), encoding="utf-8")
     return to_figures(a, b, found, agreement, args, label)

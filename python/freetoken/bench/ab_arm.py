@@ -66,11 +66,6 @@ class Arm:
         self.samples.setdefault(name, []).append(value)
         self.lower[name] = lower
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The median of each metric."""
-        return {name: statistics.median(values) for name, values in self.samples.items()}
-
 
 class Recorder:
     """Stands before a runner's sampler and keeps logits of the first requests and outputs: of ids evenly over the vocabulary, whose spread

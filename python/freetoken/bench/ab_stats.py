@@ -1,7 +1,8 @@
 """Is B faster than A, and is the difference larger than the noise? Statistics of paired runs (torch-free).
 
-Times enter as pairs that ran side by side, so that what drifts slowly cancels in their ratio. Ratios are compared as
-logarithms: twice as slow and twice as fast are then equally far from no difference.
+Times enter as pairs that ran side by side, turn by turn where they took turns, so that what drifts cancels in their ratio: a machine that
+others share is often either fast or slow for a second. Ratios are compared as logarithms: twice as slow and twice as fast are
+then equally far from no difference.
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two runs side by side: the median of each, and the ratio b / a."""
+
+    a: float
+    b: float
+    ratio: float
+
+    @classmethod
+    def of(cls, a: Sequence[float], b: Sequence[float]) -> Pair:
+        """From what each turn measured (all above 0): the median of the turns' ratios, or where one run had more turns, the ratio of the
+        medians."""
+        medians = statistics.median(a), statistics.median(b)
+        same = len(a) == len(b)
+        return cls(*medians, statistics.median(y / x for x, y in zip(a, b)) if same else medians[1] / medians[0])
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One metric of an experiment. ``a`` and ``b`` are medians in the metric's unit, ``effect`` the ratio b / a, ``control`` the
     ratio of two runs of A, ``floor`` how far from 1 (as a factor of at least 1) a ratio must lie to be told from the control."""
@@ -57,16 +75,14 @@ def interval(ratios: Sequence[float]) -> Interval:
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def compare(
-    metric: str, control: Sequence[tuple[float, float]], pairs: Sequence[tuple[float, float]], *, lower_is_better: bool
-) -> Comparison:
-    """Judge ``pairs`` of (A, B) against ``control`` pairs of (A, A); two or more of each.
+def compare(metric: str, control: Sequence[Pair], pairs: Sequence[Pair], *, lower_is_better: bool) -> Comparison:
+    """Judge ``pairs`` of A and B against ``control`` pairs of A and A; two or more of each.
 
     A difference is resolved when its interval excludes 1 and its estimate lies outside the interval of the control, taken to
     both sides.
     """
-    effect = interval([b / a for a, b in pairs])
-    noise = interval([b / a for a, b in control])
+    effect = interval([pair.ratio for pair in pairs])
+    noise = interval([pair.ratio for pair in control])
     floor = max(1 / noise.low, noise.high)
     outside = effect.ratio > floor or effect.ratio < 1 / floor
     verdict: Verdict = "not resolved"
@@ -74,8 +90,8 @@ def compare(
         verdict = "faster" if (effect.ratio < 1) == lower_is_better else "slower"
     return Comparison(
         metric,
-        statistics.median(a for a, _ in pairs),
-        statistics.median(b for _, b in pairs),
+        statistics.median(pair.a for pair in pairs),
+        statistics.median(pair.b for pair in pairs),
         effect,
         noise,
         floor,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from freetoken.bench.ab_stats import Pair
 from freetoken.bench.recorder import Call, Node, placed, same_bits, tensors_of
 from freetoken.bench.replay_rows import ROWS, Arguments, build
 from freetoken.bench.replay_store import Capture, Fetch, decode, node_at
@@ -230,16 +231,14 @@ def _seconds(run: Thunk, device: torch.device) -> float:
     return (time.perf_counter() - start) / PASSES
 
 
-def pairs(a: Thunk, b: Thunk, count: int, device: torch.device) -> list[tuple[float, float]]:
+def pairs(a: Thunk, b: Thunk, count: int, device: torch.device) -> list[Pair]:
     """``count`` pairs of seconds of a pass, the two in alternating order; both are run once before."""
     for run in (a, b):
         run()
     found = []
     for index in range(count):
-        if index % 2:
-            second = _seconds(b, device)
-            found.append((_seconds(a, device), second))
-        else:
-            first = _seconds(a, device)
-            found.append((first, _seconds(b, device)))
+        # The two may be one: a control.
+        seconds = [_seconds(run, device) for run in ((b, a) if index % 2 else (a, b))]
+        first, second = reversed(seconds) if index % 2 else seconds
+        found.append(Pair.of([first], [second]))
     return found

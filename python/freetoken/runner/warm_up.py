@@ -93,7 +93,7 @@ def plan(
         steps = [step for step in steps if not step.decodes]
     fits = lambda step: (
         step.rows <= rows and step.prefill_tokens <= prefill_tokens and step.pages(page_size) < num_pages
-    )  # noqa: E731
+    )
     return [step for step in steps if fits(step)]
 
 
