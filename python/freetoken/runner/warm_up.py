@@ -91,10 +91,11 @@ def plan(
     steps += [Step(n, ((0, few),) * prompts) for n, prompts in mixes]
     if longest <= FEW:
         steps = [step for step in steps if not step.decodes]
-    fits = lambda step: (
-        step.rows <= rows and step.prefill_tokens <= prefill_tokens and step.pages(page_size) < num_pages
-    )
-    return [step for step in steps if fits(step)]
+    return [
+        step
+        for step in steps
+        if step.rows <= rows and step.prefill_tokens <= prefill_tokens and step.pages(page_size) < num_pages
+    ]
 
 
 def batches(steps: list[Step], *, page_size: int, vocab: int) -> Iterator[ScheduleBatch]:
