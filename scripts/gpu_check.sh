@@ -25,6 +25,10 @@ if [ -z "$python" ]; then
     python=python3
     [ -x .venv/bin/python ] && python=.venv/bin/python
 fi
+if ! command -v "$python" >/dev/null; then
+    echo "error: there is no Python at $python; PYTHON names one" >&2
+    exit 1
+fi
 port=${PORT:-30087}
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 

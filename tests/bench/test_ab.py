@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import random
+import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from make_tiny_model import make_tiny_model
 
@@ -105,6 +110,10 @@ def test_equivalence() -> None:
     later = [{"0": place, "1": place}], [{"0": near, "1": far}]
     assert "part" in equivalence(arm([[5, 1]], later[0]), arm([[6, 1]], later[1]), None)
     assert "reference" in equivalence(arm([], [], None), arm([], [], None), None)
+    with pytest.raises(NotEquivalentError, match="A drew 2 tokens where B drew 3"):
+        equivalence(same, arm([[5, 1, 2]], [{"0": place}]), None)
+    with pytest.raises(NotEquivalentError, match="timed requests drew 0 tokens and B's 9"):
+        equivalence(same, Arm(outputs=[[5, 1]], bound=0.1, tokens=9), None)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +187,40 @@ def test_a_run_that_dies_is_named() -> None:
             run.turn()
 
 
+@pytest.mark.parametrize("where", ["arm", "tool"])
+def test_a_killed_arm_leaves_no_server(model: Path, where: str) -> None:
+    server = ["--model-path", str(model), "--device", "cpu", "--max-total-tokens", "256"]
+    load = ["--num-prompts", "1", "--random-input-len", "8", "--random-output-len", "200", "--disable-tqdm"]
+    with Run(Setting("A", {}, ()), ["serving", shlex.join(server), *load], 60.0) as run:
+        run.wait_ready()
+        assert run._process.stdin is not None
+        run._process.stdin.write(b"go\n")
+        group = run._process.pid
+        wait_until(lambda: len(members(group)) >= 2)
+        if where == "arm":
+            run._process.kill()
+            with pytest.raises(StartupError, match=r"arm A \(as it is\) failed: exit status -9"):
+                run._answer()
+    wait_until(lambda: not members(group))
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Turned:
     """Stands for a run: writes its name into ``order`` at each turn."""
 
@@ -229,6 +272,15 @@ def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
         (["--ahead", "3"], "--ahead must be 1 or even, not 3"),
         (["--ahead", "2", "--workload", "ops"], "--workload one_batch"),
         (["--output", "/nowhere/at/all.jsonl"], "folder does not exist"),
+        (["--a-env", "X=1", "--markdown", "/"], "--markdown / is a folder"),
+        (["--a-env", "X=1", "--output", "/"], "--output / is a folder"),
+        (["--a-env", "X=1", "--", "--output", "o.jsonl"], "goes to the --output in front of --, not to o.jsonl"),
+        (["--a-env", "X=1", "--workload", "ops", "--", "all", "--output", "o"], "goes to the --output in front of --"),
+        (
+            ["--flag", "FREETOKEN_FUSED_NORM", "--b-env", "FREETOKEN_FUSED_NORM=0"],
+            "--flag and --b-env both set FREETOKEN_",
+        ),
+        (["--b-args", "--disable-radix-cache", "--", "--shape", "1"], "--shape must be like 64x1024, not '1'"),
         (["--pairs", "2"], "the arms have no setting of their own"),
         (["--bound", "nan"], "--bound must be at least 0 and finite, not nan"),
         (["--flag", "FREETOKEN_FUSED_NORM", "--", "--output-len", "4"], "--output-len must be at least 6, not 4"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +235,18 @@ def test_captures_of_something_else_are_refused(
     (older / replay_store.DESCRIPTION).write_text(json.dumps(description))
     assert rerun(older, "--impl", "reference") == 1
     assert "another version of freetoken (0.0.1, this is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["dense"], indirect=True)
+def test_a_capture_of_which_parts_were_exchanged_is_refused(
+    captured: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(captured[1], tmp_path / "damaged")
+    steps = sorted(out.glob("*.safetensors"))
+    shutil.copy(steps[0], steps[-1])
+    assert rerun(out, "--impl", "reference") == 1
+    error = capsys.readouterr().err
+    assert "holds no tensor" in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

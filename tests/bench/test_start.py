@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from make_tiny_model import make_tiny_model
 
+from freetoken import environ
 from freetoken.bench import figures, own_server, start
 from freetoken.errors import StartupError
 
@@ -41,9 +48,32 @@ def test_prompts_that_no_context_holds(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--prompt-lens 64 leaves no room in a context of 64 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_benchmark_stops_its_server(number: signal.Signals, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", seed=4)
+    words = ["--model-path", str(model), "--device", "cpu", "--max-total-tokens", "256"]
+    command = [sys.executable, "-m", "freetoken.bench.start", "--", *words]
+    environment = environ.for_child({"PYTHONPATH": str(Path(start.__file__).parents[2])})
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as tool:
+        held: list[psutil.Process] = []
+        wait_until(lambda: bool(held.extend(psutil.Process(tool.pid).children(recursive=True)) or held))
+        tool.send_signal(number)
+        _, said = tool.communicate(timeout=60)
+    assert tool.returncode == (128 + number if number == signal.SIGTERM else -number)
+    assert number == signal.SIGKILL or said.splitlines()[-1] == "stopped: no figure is written"
+    wait_until(lambda: not any(process.is_running() and process.status() != "zombie" for process in held))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_server_that_ends_or_is_silent() -> None:
     with (
-        pytest.raises(StartupError, match="the server ended with status 1"),
+        pytest.raises(StartupError, match="the server ended with status 1: model path /nowhere does not exist"),
         own_server.own_server(["--model-path", "/nowhere"]),
     ):
         raise AssertionError("it is not ready")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from freetoken import hardware
+from freetoken import environ, hardware
 from freetoken.environ import TABLE, EnvironmentValueError
 from freetoken.kernels import __main__ as command
 from freetoken.kernels import dispatch, sgl
@@ -155,6 +157,13 @@ def test_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv(NORM, "2")
     assert command.main([]) == 1
     assert capsys.readouterr().err.startswith("FREETOKEN_FUSED_NORM='2': use 1, 0 or check")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    words = f"{sys.executable} -m freetoken.kernels | head -n 0"
+    path = {"PYTHONPATH": str(Path(command.__file__).parents[2])}
+    done = subprocess.run(["sh", "-c", words], env=environ.for_child(path), capture_output=True, text=True, check=False)
+    assert done.stderr == ""
 
 
 def test_command_says_the_value_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,13 @@ from typing import Any
 from tqdm import tqdm
 
 from freetoken import environ, hardware
-from freetoken.bench import ab_stats, cli, figures, one_batch, svg
+from freetoken.bench import ab_stats, cli, figures, one_batch, ops, svg
 from freetoken.bench.ab_arm import Arm
 from freetoken.bench.ab_runs import Setting, run_wave
 from freetoken.bench.ab_stats import Comparison, Pair
 from freetoken.environ import EnvironmentValueError
 from freetoken.errors import FreetokenError, StartupError
+from freetoken.server_args import parser as server_parser
 
 WORKLOADS = ("one_batch", "serving", "ops")
 
@@ -87,6 +88,8 @@ def settings(args: argparse.Namespace) -> tuple[Setting, Setting]:
     for index, name in enumerate("ab"):
         environment = _environment(getattr(args, f"{name}_env"))
         if args.flag is not None:
+            if args.flag in environment:
+                raise StartupError(f"--flag and --{name}-env both set {args.flag}")
             environment[args.flag] = args.values[index]
         for key in environment:
             if key.startswith("FREETOKEN_"):
@@ -120,13 +123,27 @@ def check(args: argparse.Namespace) -> None:
     cli.require_bound(args.bound)
     if args.workload != "serving" and args.server_args:
         raise StartupError("--server-args belongs to --workload serving")
-    for name in ("output", "markdown", "plot"):
-        path = getattr(args, name)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise StartupError(f"--{name} {path}: its folder does not exist")
+    cli.require_writable(args, "output", "markdown", "plot")
+    for arm in settings(args):
+        _check_workload(args, arm)
+
+
+def _check_workload(args: argparse.Namespace, arm: Setting) -> None:
+    """The arguments that a process of ``arm`` will get; argparse ends this one where they are none."""
+    words = [*args.words, *arm.words]
     if args.workload == "one_batch":
-        for arm in settings(args):
-            one_batch.check(one_batch.parser().parse_args([*args.words, *arm.words]))
+        given = one_batch.parser().parse_args(words)
+        one_batch.check(given)
+        written = given.output
+    elif args.workload == "ops":
+        written = ops.parser().parse_args(words).output
+    else:
+        from freetoken.bench import serving
+
+        written = serving.parser().parse_args(args.words).output_file
+        server_parser().parse_args([*shlex.split(args.server_args), *arm.words])
+    if written is not None:
+        raise StartupError(f"what the workload measures goes to the --output in front of --, not to {written}")
 
 
 def _words(setting: Setting, args: argparse.Namespace) -> list[str]:
@@ -177,6 +194,8 @@ def equivalence(a: Arm, b: Arm, bound: float | None) -> str:
 
     Ids that are all equal are enough. Otherwise scores are compared wherever both arms had drawn the same ids before.
     """
+    if a.tokens != b.tokens:
+        raise NotEquivalentError(f"A's timed requests drew {a.tokens} tokens and B's {b.tokens}")
     if a.bound is None:
         return "each run within its op's bound of the reference"
     if len(a.outputs) != len(b.outputs):
@@ -186,6 +205,8 @@ def equivalence(a: Arm, b: Arm, bound: float | None) -> str:
         return "all ids equal"
     worst, parted = 0.0, 0
     for ours, theirs, scores_a, scores_b in zip(a.outputs, b.outputs, a.scores, b.scores, strict=True):
+        if len(ours) != len(theirs):
+            raise NotEquivalentError(f"A drew {len(ours)} tokens where B drew {len(theirs)}")
         same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x != y), min(len(ours), len(theirs)))
         parted += same < max(len(ours), len(theirs))
         places = [n for n in scores_a if n in scores_b and int(n) <= same]
@@ -268,6 +289,7 @@ def to_figures(
             metric=c.metric,
             pairs=args.pairs,
             control_pairs=args.control_pairs,
+            turns=args.ahead > 1,
             a_value=c.a,
             b_value=c.b,
             ratio=c.effect.ratio,
@@ -306,7 +328,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; 1 and one sentence when there is no result."""
-    return cli.entry(parser().parse_args(argv), run)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # As the value of a flag of its own, argparse would take a word with dashes for a flag.
+    for index, word in enumerate(given[:-1]):
+        if word == "--":
+            break
+        if word in ("--a-args", "--b-args", "--server-args") and given[index + 1].startswith("-"):
+            given[index : index + 2] = [f"{word}={given[index + 1]}"]
+    return cli.entry(parser().parse_args(given), run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One run of one arm of an experiment, in a process of its own (started by :mod:`freetoken.bench.ab_runs`).
 
 Writes one JSON object: ``samples`` (milliseconds or tokens a second by name, one a turn), ``lower`` (whether lower is better, by name),
-``outputs`` (drawn ids by request), ``scores`` (by request, then by output index: scores by token id) and ``bound`` (relative
+``outputs`` (drawn ids by request), ``tokens``, ``scores`` (by request, then by output index: scores by token id) and ``bound`` (relative
 RMS that scores of an equivalent arm may differ by; ``null`` where outputs were checked by the workload itself).
 """
 
@@ -60,6 +60,8 @@ class Arm:
     outputs: list[list[int]] = field(default_factory=list)
     scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
     bound: float | None = None
+    tokens: int = 0
+    """Output tokens of a timed part whose outputs are not kept: equal work has equally many."""
 
     def add(self, name: str, value: float, *, lower: bool) -> None:
         """One more value of a metric."""
@@ -190,6 +192,7 @@ def run_serving(words: Sequence[str], server_words: Sequence[str]) -> Arm:
         if figure["failed"]:
             raise StartupError(f"{figure['failed']} requests failed")
         arm = Arm(bound=score_bound(config.model, config.dtype))
+        arm.tokens = figure["output_tokens"]
         _probe(arm, base, config.sample_vocab)
     arm.add("output tok/s", figure["output_tok_s"], lower=False)
     if figure["decode_tok_s"] is not None:

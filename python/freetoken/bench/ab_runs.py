@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from freetoken import environ
 from freetoken.bench.ab_arm import DONE, GO, TURNS, Arm
+from freetoken.bench.own_server import last_words
 from freetoken.errors import StartupError
 
 POLL_SECONDS = 0.5
@@ -75,10 +76,10 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            # With all that it started: a server, say.
+        # With all that it started, which a process that was killed leaves behind: a server, say.
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
         os.close(self._answers)
@@ -141,8 +142,7 @@ class Run:
 
     def _failed(self) -> StartupError:
         self._wait(POLL_SECONDS)
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = (lines or [f"exit status {self._process.returncode}"])[-1].removeprefix("error: ")
+        last = last_words(self._log.read_text(errors="replace"), self._process.returncode)
         return StartupError(f"arm {self.arm.name} ({self.arm.label}) failed: {last}")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from freetoken import environ
@@ -29,6 +32,19 @@ def require_bound(bound: float | None) -> None:
         raise StartupError(f"--bound must be at least 0 and finite, not {bound:g}")
 
 
+def require_writable(args: argparse.Namespace, *names: str) -> None:
+    """:class:`StartupError` for a given path of these that no file can be written to: its folder is missing, or it is one."""
+    for name in names:
+        path = getattr(args, name, None)
+        if path is None:
+            continue
+        flag = f"--{name.replace('_', '-')} {path}"
+        if not Path(path).absolute().parent.is_dir():
+            raise StartupError(f"{flag}: its folder does not exist")
+        if Path(path).is_dir():
+            raise StartupError(f"{flag} is a folder")
+
+
 def server_values(args: argparse.Namespace, own: Collection[str]) -> dict[str, Any]:
     """The arguments that are the server's flags: all but the benchmark's ``own``."""
     return {name: value for name, value in vars(args).items() if name not in own}
@@ -44,16 +60,34 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+class Stopped(BaseException):
+    """The process was told to end by ``number``, a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped(number)
+
+
 def entry(args: argparse.Namespace, run: Callable[[argparse.Namespace], list[dict[str, Any]]]) -> int:
-    """Run a benchmark, append its figures to ``--output``; 1 and one sentence when it cannot work, 130 when stopped by Ctrl-C."""
+    """Run a benchmark, append its figures to ``--output``; 1 and one sentence when it cannot work, 128 and the signal's number when stopped by
+    Ctrl-C, SIGTERM or SIGHUP: what it started is then ended as at its own end."""
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        require_writable(args, "output")
         found = run(args)
     except (FreetokenError, EnvironmentValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as error:
         print("stopped: no figure is written", file=sys.stderr)
-        return 130
+        return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if args.output:
         figures.append(args.output, found)
     return 0

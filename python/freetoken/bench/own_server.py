@@ -1,22 +1,26 @@
-"""A server started for a benchmark and stopped behind it (torch-free)."""
+"""A server started for a benchmark and stopped behind it, or when the benchmark is killed (torch-free)."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from freetoken.errors import StartupError
 
 HEALTHY_SECONDS, STOP_SECONDS = 900.0, 60.0
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -26,11 +30,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+def _leave_with_parent() -> None:
+    """In the child: end when the thread that started it does (Linux, prctl(2)); elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def last_words(log: str, status: int | None) -> str:
+    """Why a process ended, from what it wrote: its last error, else its last line; of one that was killed its status."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("error: ", "freetoken: "))]
+    if errors:
+        return errors[-1].partition(": ")[2]
+    return lines[-1] if lines and status is not None and status >= 0 else f"exit status {status}"
+
+
+def _wait_healthy(server: subprocess.Popen[bytes], base: str, log: Path) -> None:
     deadline = time.monotonic() + HEALTHY_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise StartupError(f"the server ended with status {server.returncode}")
+            why = last_words(log.read_text(errors="replace"), server.returncode)
+            raise StartupError(f"the server ended with status {server.returncode}: {why}")
         try:
             urllib.request.urlopen(f"{base}/health", timeout=5).close()
             return
@@ -47,17 +67,22 @@ def own_server(words: Sequence[str], environment: Mapping[str, str] | None = Non
     base = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "freetoken.launch_server", *words, "--port", str(port)]
     start = time.monotonic()
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-    try:
-        _wait_healthy(server, base)
-        yield base, time.monotonic() - start
-    finally:
-        server.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as written:
+            server = subprocess.Popen(
+                command, stdout=written, stderr=written, env=environment, preexec_fn=_leave_with_parent
+            )
         try:
-            server.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            _wait_healthy(server, base, log)
+            yield base, time.monotonic() - start
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def post(url: str, body: Mapping[str, Any]) -> Any:

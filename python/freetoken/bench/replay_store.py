@@ -167,7 +167,10 @@ class Capture:
         node = None if found is None else node_at(found.output, path)
         if found is None or node is None:
             raise StartupError(f"{self.path}: no output {path} of {name}")
-        return placed(self.fill(found).tensors[path], node, torch.device("cpu"))
+        tensor = self.fill(found).tensors.get(path)
+        if tensor is None:
+            raise StartupError(f"{self.path}: no output {path} of {name} is stored")
+        return placed(tensor, node, torch.device("cpu"))
 
 
 def _by_call(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -193,6 +196,8 @@ def node_at(output: Node, path: str) -> Node | None:
 def decode(call: Call, node: Node, device: torch.device, parameters: Mapping[str, torch.Tensor], fetch: Fetch) -> Any:
     """The value of ``node`` on ``device``, tensors new ones (parameters excepted); ``fetch`` gives outputs that inputs are linked to."""
     if "t" in node:
+        if node["t"] not in call.tensors:
+            raise StartupError(f"{call.name}: the capture holds no tensor {node['t']} of it")
         return placed(call.tensors[node["t"]], node, device)
     if "p" in node:
         weight = parameters.get(node["p"])

@@ -266,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; 0 when every request ended properly."""
     args = parser().parse_args(argv)
     try:
+        cli.require_writable(args, "output_file")
         result = asyncio.run(run(args))
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from freetoken.server_args import parser as server_parser
 from freetoken.startup import prepare
 
 CACHES = ("empty", "full")
+LENGTHS = (128, 17, 200, 500, 1000, 2000)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,8 +34,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="Arguments behind -- go to the server.",
     )
     add = result.add_argument
-    lengths = [128, 17, 200, 500, 1000, 2000]
-    add("--prompt-lens", type=int, nargs="+", default=lengths, help="Tokens of the prompts, in order of arrival.")
+    add(
+        "--prompt-lens",
+        type=int,
+        nargs="+",
+        help="Tokens of the prompts, in order of arrival; default: six that the context holds.",
+    )
     add("--label", help="What the model is, for the figures; default: its served name.")
     add("--output", help="Append the figures as JSON lines.")
     add("words", nargs="*", help=argparse.SUPPRESS)
@@ -53,7 +58,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Both starts; prints a line each and returns the figures."""
     cli.require_at_least(args, {"prompt_lens": 1})
     config, _ = prepare(ServerArgs(**vars(server_parser().parse_args(args.words))))
-    if (longest := max(args.prompt_lens)) >= config.context_length:
+    lengths = args.prompt_lens or [length for length in LENGTHS if length < config.context_length]
+    if (longest := max(lengths, default=0)) >= config.context_length:
         raise StartupError(f"--prompt-lens {longest} leaves no room in a context of {config.context_length} tokens")
     words = ["--log-level", "warning", *args.words]
     found = []
@@ -67,7 +73,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     for _ in range(2)
                 )
             print(f"{cache} cache of kernels: ready after {seconds:.1f} s")
-            for length, one, two in zip(args.prompt_lens, first, again):
+            for length, one, two in zip(lengths, first, again):
                 print(f"  {length:,} tokens: {one:,.0f} ms, then {two:,.0f} ms")
             found.append(
                 figures.figure(
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     cache=cache,
                     warm_up=config.device == "cuda" and not config.skip_server_warmup,
                     ready_s=seconds,
-                    prompts=" ".join(map(str, args.prompt_lens)),
+                    prompts=" ".join(map(str, lengths)),
                     first_ms=sum(first),
                     again_ms=sum(again),
                     worst_ms=max(one - two for one, two in zip(first, again)),

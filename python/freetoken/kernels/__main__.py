@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     capability = hardware.capability() if device == "cuda" else None
     try:
         environ.validate()
-        print(render([HEAD, *rows(table(device), capability)]))
+        print(render([HEAD, *rows(table(device), capability)]), flush=True)
+    except BrokenPipeError:
+        # Whoever read it has seen enough; nothing is left to be flushed at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except EnvironmentValueError as error:
         print(error, file=sys.stderr)
         return 1
