@@ -80,3 +80,10 @@ def test_a_server_that_ends_or_is_silent() -> None:
     port = own_server.free_port()
     with pytest.raises(StartupError, match="refused"):
         own_server.post(f"http://127.0.0.1:{port}/generate", {})
+
+
+@pytest.mark.parametrize(("output", "said"), [("/", "is a folder"), (f"{__file__}/o.jsonl", "lies below a file")])
+def test_figures_that_cannot_be_written(output: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["--output", output, "--", "--model-path", "/nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --output {output} {said}") and len(error.splitlines()) == 1

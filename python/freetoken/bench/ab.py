@@ -123,6 +123,10 @@ def check(args: argparse.Namespace) -> None:
     cli.require_bound(args.bound)
     if args.workload != "serving" and args.server_args:
         raise StartupError("--server-args belongs to --workload serving")
+    for name in ("output", "markdown", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise StartupError(f"--{name} {path}: its folder does not exist")
     cli.require_writable(args, "output", "markdown", "plot")
     for arm in settings(args):
         _check_workload(args, arm)

@@ -33,16 +33,18 @@ def require_bound(bound: float | None) -> None:
 
 
 def require_writable(args: argparse.Namespace, *names: str) -> None:
-    """:class:`StartupError` for a given path of these that no file can be written to: its folder is missing, or it is one."""
+    """:class:`StartupError` for a given path of these that no file can be written to: it is a folder, or lies below a file. Folders on the way
+    to it are made when it is written."""
     for name in names:
-        path = getattr(args, name, None)
-        if path is None:
+        given = getattr(args, name, None)
+        if given is None:
             continue
-        flag = f"--{name.replace('_', '-')} {path}"
-        if not Path(path).absolute().parent.is_dir():
-            raise StartupError(f"{flag}: its folder does not exist")
-        if Path(path).is_dir():
+        path = Path(given).absolute()
+        flag = f"--{name.replace('_', '-')} {given}"
+        if path.is_dir():
             raise StartupError(f"{flag} is a folder")
+        if not next(parent for parent in path.parents if parent.exists()).is_dir():
+            raise StartupError(f"{flag} lies below a file")
 
 
 def server_values(args: argparse.Namespace, own: Collection[str]) -> dict[str, Any]:
