@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -33,6 +34,12 @@ def _few_threads() -> None:
         return
     threads = int(os.environ.get("OMP_NUM_THREADS", "2"))
     torch.set_num_threads(max(1, threads // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hang_up() -> None:
+    """As where the tests were not started with nohup: processes that they start inherit it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -18,19 +18,21 @@ from freetoken.bench import figures, own_server, start
 from freetoken.errors import StartupError
 
 
-def test_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("given", "prompts"), [(["--prompt-lens", "5", "40"], "5 40"), ([], "128 17 200")])
+def test_two_starts(given: list[str], prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny_model(tmp_path / "tiny", seed=4)
-    words = ["--model-path", str(model), "--device", "cpu", "--max-total-tokens", "256"]
+    words = ["--model-path", str(model), "--device", "cpu", "--max-total-tokens", "512"]
+    words += ["--context-length", "256"]
     output = tmp_path / "o.jsonl"
-    assert start.main(["--prompt-lens", "5", "40", "--label", "tiny", "--output", str(output), "--", *words]) == 0
+    assert start.main([*given, "--label", "tiny", "--output", str(output), "--", *words]) == 0
     found = list(figures.read(output))
     assert [(f["what"], f["cache"], f["prompts"]) for f in found] == [
-        ("server start", "empty", "5 40"),
-        ("server start", "full", "5 40"),
+        ("server start", "empty", prompts),
+        ("server start", "full", prompts),
     ]
     assert all(f["ready_s"] > 0 and f["first_ms"] > 0 and f["again_ms"] > 0 for f in found)
     out = capsys.readouterr().out
-    assert out.count("ready after") == 2 and out.count("40 tokens:") == 2
+    assert out.count("ready after") == 2 and out.count(" tokens: ") == 2 * len(prompts.split())
 
 
 def test_what_cannot_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,12 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def entry(args: argparse.Namespace, run: Callable[[argparse.Namespace], list[dict[str, Any]]]) -> int:
     """Run a benchmark, append its figures to ``--output``; 1 and one sentence when it cannot work, 128 and the signal's number when stopped by
-    Ctrl-C, SIGTERM or SIGHUP: what it started is then ended as at its own end."""
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    Ctrl-C, SIGTERM or SIGHUP (but not under nohup): what it started is then ended as at its own end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What nohup has set stays.
+    before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    for number in before:
+        signal.signal(number, _stop)
     try:
         require_writable(args, "output")
         found = run(args)

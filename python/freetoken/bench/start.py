@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             rng = random.Random(seed)
             with own_server(words, environment) as (base, seconds):
                 first, again = (
-                    [_answer_ms(base, rng, config.sample_vocab, length) for length in args.prompt_lens]
-                    for _ in range(2)
+                    [_answer_ms(base, rng, config.sample_vocab, length) for length in lengths] for _ in range(2)
                 )
             print(f"{cache} cache of kernels: ready after {seconds:.1f} s")
             for length, one, two in zip(lengths, first, again):
