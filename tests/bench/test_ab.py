@@ -9,8 +9,6 @@ import math
 import os
 import random
 import shlex
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import psutil
 import pytest
 from make_tiny_model import make_tiny_model
 
+from e2e.servers import wait_until
 from freetoken.bench import ab, ab_arm, ab_stats, figures
 from freetoken.bench.ab import NotEquivalentError, Setting, equivalence, experiment, score_distance
 from freetoken.bench.ab_arm import Arm
@@ -196,12 +195,12 @@ def test_a_killed_arm_leaves_no_server(model: Path, where: str) -> None:
         assert run._process.stdin is not None
         run._process.stdin.write(b"go\n")
         group = run._process.pid
-        wait_until(lambda: len(members(group)) >= 2)
+        wait_until(lambda: len(members(group)) >= 2, 60)
         if where == "arm":
             run._process.kill()
             with pytest.raises(StartupError, match=r"arm A \(as it is\) failed: exit status -9"):
                 run._answer()
-    wait_until(lambda: not members(group))
+    wait_until(lambda: not members(group), 60)
 
 
 def members(group: int) -> list[int]:
@@ -214,11 +213,12 @@ def members(group: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_flags_as_values_are_joined_to_theirs() -> None:
+    given = ["--a-args", "--x", "--b-args", "--y 1", "--pairs", "2", "--server-args", "", "--", "--a-args", "--z"]
+    assert ab.joined(given) == [
+        *("--a-args=--x", "--b-args=--y 1", "--pairs", "2", "--server-args=", "--", "--a-args", "--z")
+    ]
+    assert ab.joined(["--pairs", "2", "--a-args"]) == ["--pairs", "2", "--a-args"]
 
 
 class Turned:
@@ -281,6 +281,10 @@ def test_a_wrong_arm_is_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
             "--flag and --b-env both set FREETOKEN_",
         ),
         (["--b-args", "--disable-radix-cache", "--", "--shape", "1"], "--shape must be like 64x1024, not '1'"),
+        (
+            ["--a-args", "--page-size 16", "--b-args", "--disable-radix-cache", "--", "--shape", "2"],
+            "--shape must be like 64x1024, not '2'",
+        ),
         (["--pairs", "2"], "the arms have no setting of their own"),
         (["--bound", "nan"], "--bound must be at least 0 and finite, not nan"),
         (["--flag", "FREETOKEN_FUSED_NORM", "--", "--output-len", "4"], "--output-len must be at least 6, not 4"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from make_tiny_model import make_tiny_model
 
+from e2e.servers import wait_until
 from freetoken import environ
 from freetoken.bench import figures, own_server, start
 from freetoken.errors import StartupError
@@ -58,19 +57,12 @@ def test_a_stopped_benchmark_stops_its_server(number: signal.Signals, tmp_path: 
     environment = environ.for_child({"PYTHONPATH": str(Path(start.__file__).parents[2])})
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as tool:
         held: list[psutil.Process] = []
-        wait_until(lambda: bool(held.extend(psutil.Process(tool.pid).children(recursive=True)) or held))
+        wait_until(lambda: bool(held.extend(psutil.Process(tool.pid).children(recursive=True)) or held), 60)
         tool.send_signal(number)
         _, said = tool.communicate(timeout=60)
     assert tool.returncode == (128 + number if number == signal.SIGTERM else -number)
     assert number == signal.SIGKILL or said.splitlines()[-1] == "stopped: no figure is written"
-    wait_until(lambda: not any(process.is_running() and process.status() != "zombie" for process in held))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(process.is_running() and process.status() != "zombie" for process in held), 60)
 
 
 def test_a_server_that_ends_or_is_silent() -> None:

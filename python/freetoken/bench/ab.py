@@ -330,16 +330,21 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return to_figures(a, b, found, agreement, args, label)
 
 
+def joined(argv: Sequence[str]) -> list[str]:
+    """``argv`` with the flags whose value is other flags joined to it by ``=``, up to ``--``: argparse would take a lone word with dashes for a
+    flag of its own."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    own, result = iter(argv[:end]), []
+    for word in own:
+        takes = word in ("--a-args", "--b-args", "--server-args")
+        value = next(own, None) if takes else None
+        result.append(word if value is None else f"{word}={value}")
+    return [*result, *argv[end:]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; 1 and one sentence when there is no result."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    # As the value of a flag of its own, argparse would take a word with dashes for a flag.
-    for index, word in enumerate(given[:-1]):
-        if word == "--":
-            break
-        if word in ("--a-args", "--b-args", "--server-args") and given[index + 1].startswith("-"):
-            given[index : index + 2] = [f"{word}={given[index + 1]}"]
-    return cli.entry(parser().parse_args(given), run)
+    return cli.entry(parser().parse_args(joined(sys.argv[1:] if argv is None else argv)), run)
 
 
 if __name__ == "__main__":

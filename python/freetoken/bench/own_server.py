@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from freetoken.errors import StartupError
 
@@ -59,30 +59,40 @@ def _wait_healthy(server: subprocess.Popen[bytes], base: str, log: Path) -> None
     raise StartupError(f"the server was not ready within {HEALTHY_SECONDS:.0f} s")
 
 
+def launch(
+    words: Sequence[str], port: int, output: IO[bytes] | int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server with arguments ``words`` on ``port``; what it says goes to ``output``. It ends with the thread that calls this."""
+    command = [sys.executable, "-m", "freetoken.launch_server", *words, "--port", str(port)]
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment, preexec_fn=_leave_with_parent)
+
+
+def stop(server: subprocess.Popen[bytes]) -> int:
+    """Ask a server to end, and end it where it does not; its exit status."""
+    server.send_signal(signal.SIGTERM)
+    try:
+        return server.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
+
+
 @contextmanager
 def own_server(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, float]]:
     """``(address, seconds until it was ready)`` of a server with arguments ``words`` on a port of its own, stopped behind the block;
     :class:`StartupError` when it ends or is not ready in time."""
     port = free_port()
     base = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "freetoken.launch_server", *words, "--port", str(port)]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as written:
-            server = subprocess.Popen(
-                command, stdout=written, stderr=written, env=environment, preexec_fn=_leave_with_parent
-            )
+            server = launch(words, port, written, environment)
         try:
             _wait_healthy(server, base, log)
             yield base, time.monotonic() - start
         finally:
-            server.send_signal(signal.SIGTERM)
-            try:
-                server.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            stop(server)
 
 
 def post(url: str, body: Mapping[str, Any]) -> Any:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +13,9 @@ from typing import Any
 
 import psutil
 
+from freetoken import environ
 from freetoken.bench.extra import aiohttp
+from freetoken.bench.own_server import free_port, launch, stop
 from freetoken.errors import StartupError
 
 HONEST: dict[str, Any] = {
@@ -40,22 +39,10 @@ class Target:
     @classmethod
     def start(cls, flags: Sequence[str], checked: bool = True) -> Target:
         """Start a server of ``flags`` on a free port; its books are checked after every step if ``checked``."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         handle, name = tempfile.mkstemp(prefix="freetoken-knocks-", suffix=".txt")
-        command = [
-            sys.executable,
-            "-m",
-            "freetoken.launch_server",
-            "--port",
-            str(port),
-            "--log-requests",
-            "off",
-            *flags,
-        ]
-        settings = ["env", f"FREETOKEN_CHECK_INVARIANTS={int(checked)}"]
-        process = subprocess.Popen([*settings, *command], stdout=handle, stderr=handle)
+        environment = environ.for_child({"FREETOKEN_CHECK_INVARIANTS": str(int(checked))})
+        process = launch(["--log-requests", "off", *flags], port, handle, environment)
         os.close(handle)
         target = cls(f"http://127.0.0.1:{port}", process.pid, process)
         target.log = Path(name)
@@ -69,13 +56,7 @@ class Target:
         """Ask a server that was started here to end; its exit code, 0 for one started elsewhere."""
         if self._process is None:
             return 0
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            code = self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        code = stop(self._process)
         if self.log is not None:
             self.log.unlink(missing_ok=True)
         return code
